@@ -136,11 +136,7 @@ class JointGraph:
     @cached_property
     def backward(self) -> set[fx.Node]:
         """The backward nodes: the tangents and all nodes that depend on one."""
-        found: set[fx.Node] = set()
-        for node in self.nodes[:-1]:
-            if is_tangent(node) or any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
+        return descendants(filter(is_tangent, self.nodes)) - {self.output}
 
     @cached_property
     def forward(self) -> set[fx.Node]:

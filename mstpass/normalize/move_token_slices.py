@@ -30,7 +30,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
-from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.joint import JointGraph, descendants, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
@@ -101,10 +101,7 @@ class _SliceMover:
         graph = self.joint.module.graph
         matmul = self.joint.by_name[sliced.matmul.name]
         self.wide_numel = WIDE_OF_ANCHOR * numel(matmul)
-        self.derived = {matmul}
-        for node in self.joint.nodes[self.joint.index[matmul] :]:
-            if any(i in self.derived for i in node.all_input_nodes):
-                self.derived.add(node)
+        self.derived = descendants([matmul])
         slices = [self.joint.by_name[node.name] for node in sliced.slices]
         self._read_window(slices[0])
         self.scattered, self.scatters = scattered_gradients(

@@ -31,7 +31,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 from mstpass.regions.paths import back_to
-from mstpass.walk import needed_first
+from mstpass.walk import needed_first, walk_once
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
@@ -157,11 +157,8 @@ class Growth:
 
         Nodes outside that read another member compute it themselves.
         """
-        found: set[fx.Node] = set()
-        for node in self.joint.sorted(self.specs):
-            if self._is_wide_matmul(node) or any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
+        members = lambda node: (user for user in node.users if user in self.specs)
+        return set(walk_once(filter(self._is_wide_matmul, self.specs), members))
 
     def add(self, node: fx.Node, spec: Spec | Reduced) -> None:
         """Make ``node`` a member, and all nodes that must or should join because of it.

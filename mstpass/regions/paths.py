@@ -17,11 +17,8 @@ def between(joint: JointGraph, first: fx.Node | None, last: Iterable[fx.Node]) -
     before = set(walk_once(above(last), lambda node: above(node.all_input_nodes)))
     if first is None:
         return before
-    found = {first}
-    for node in joint.sorted(before):
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found - {first}
+    inside = lambda node: (user for user in node.users if user in before)
+    return set(walk_once([first], inside)) - {first}
 
 
 def between_each_other(joint: JointGraph, part: Set[fx.Node]) -> set[fx.Node]:
@@ -39,9 +36,6 @@ def back_to(
     """
     first = min(map(joint.index.__getitem__, sources), default=len(joint.index))
     after = lambda nodes: (n for n in nodes if joint.index[n] > first and n is not ignored)
-    before = set(walk_once(part, lambda node: after(node.all_input_nodes)))
-    between: dict[fx.Node, None] = {}
-    for node in joint.sorted(before - part):
-        if any(operand in sources or operand in between for operand in node.all_input_nodes):
-            between[node] = None
-    return list(between)
+    before = set(walk_once(part, lambda node: after(node.all_input_nodes))) - part
+    outside = lambda node: (user for user in node.users if user in before)
+    return joint.sorted(set(walk_once(sources, outside)) & before)
