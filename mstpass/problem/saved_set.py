@@ -19,21 +19,10 @@ def saved_where(problem: CutProblem, keep: Callable[[Value], bool]) -> frozenset
     no other way is saved even where ``keep`` is false.
     """
     problem = problem.allowing(recompute_heavy=True)
-    by_name = {value.name: value for value in problem.values}
     not_recomputable = _not_recomputable(problem)
-    saved: set[str] = set()
-    seen: set[str] = set()
-    stack = [value.name for value in problem.values if value.needed]
-    while stack:
-        value = by_name[stack.pop()]
-        if value.free or value.name in seen:
-            continue
-        seen.add(value.name)
-        if value.savable and (value.name in not_recomputable or keep(value)):
-            saved.add(value.name)
-        else:
-            stack.extend(value.inputs)
-    return frozenset(saved)
+    candidates = (value for value in problem.values if value.savable and not value.free)
+    kept = {v.name for v in candidates if v.name in not_recomputable or keep(v)}
+    return read_by_backward(problem, kept)
 
 
 def _not_recomputable(problem: CutProblem) -> set[str]:
