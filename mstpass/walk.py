@@ -19,14 +19,14 @@ def walk(start: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]
 
 
 def walk_once(start: Iterable[Key], further: Callable[[Key], Iterable[Key]]) -> Iterator[Key]:
-    """All that is reached from the start, depth first: what is reached twice comes once."""
-    stack, seen = [*start][::-1], set[Key]()
+    """All that is reached from the start, in no certain order: what is reached twice comes once."""
+    stack, seen = [*start], set[Key]()
     while stack:
         one = stack.pop()
         if one not in seen:
             seen.add(one)
             yield one
-            stack.extend([*further(one)][::-1])
+            stack.extend(further(one))
 
 
 def needed_first(
