@@ -159,8 +159,7 @@ def _planned(graph: Captured) -> Callable[..., Any]:
     if device_bytes is not None:
         device_bytes = of_all_ranks(device_bytes, graph.inputs)
     compile_one = functools.partial(_fitting, device_bytes)
-    by_length = plans_by_length(graph, compile_one)
-    if by_length is not None:
+    if (by_length := plans_by_length(graph, compile_one)) is not None:
         return by_length
     again = _again(graph)  # before the first compilation, which may change what is recorded
     return with_leaner_plans(compile_one(graph), graph, again)
@@ -188,12 +187,10 @@ def _again(graph: Captured) -> Make | None:
 
 def _fitting(device_bytes: int | None, graph: Captured, limit: Limit | None = None) -> CompiledPlan:
     """The compiled graph, by the plan that fits on the device, or by one within a limit."""
-    if limit is not None:
-        return _compiled_and_reported(graph, limit)
     try:
-        return _compiled_and_reported(graph, Limit.of(graph.options, device_bytes))
+        return _compiled_and_reported(graph, limit or Limit.of(graph.options, device_bytes))
     except DoesNotFitError:
-        if device_bytes is None:
+        if limit is not None or device_bytes is None:
             raise
     return _compiled_and_reported(graph, Limit.in_bytes(device_bytes))
 
@@ -226,8 +223,7 @@ def _compiled_and_reported(
         raise
     report = partitioner.report
     if report is None:  # the graph came from a compile cache
-        why = why_not_alike(graph, stored[-1] if stored else None)
-        if why:
+        if why := why_not_alike(graph, stored[-1] if stored else None):
             return _without_repeated_collectives(graph, limit, why)
         stored = stored or [lost()]
         for earlier in stored:
@@ -241,8 +237,7 @@ def _compiled_and_reported(
         report = partitioner.report or report
     report = report.with_outcome(**drop.added_to(report.outcome))
     report = _held_to_budget(report, graph, limit, key)
-    why = why_not_alike(graph, report)
-    if why:
+    if why := why_not_alike(graph, report):
         store.remember(report, key)  # with the graph in the cache: another time ranks may agree
         return _without_repeated_collectives(graph, limit, why)
     report = report.with_outcome(notes=(*report.outcome.notes, *notes))

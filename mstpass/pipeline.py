@@ -203,26 +203,20 @@ def _run_stages(
     joint, masks = runner.run(MASKS, traced)
     masks = masks or WithoutMasks(joint)
     watch.lap("read")
-    detected = detect(joint, options, limit, runner, loops_in_backward)
-    detected = detected.with_masks(masks)
+    detected = detect(joint, options, limit, runner, loops_in_backward).with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), (*detected.rejections, *runner.refused)))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
-
-    def plan_of(found: Detected) -> pipeline_stages.Planned:
-        return pipeline_stages.plan(
-            found.joint, found.candidates, options, limit, traced, alone, runner
-        )
-
-    planned = plan_of(detected)
+    plan = functools.partial(pipeline_stages.plan, options, limit, traced, alone, runner)
+    planned = plan(detected.joint, detected.candidates)
     whole = planned.convolutions_left_whole(joint)
     if whole != NOTHING:  # products in one piece would only take longer
         again = detect(joint, options, limit, runner, loops_in_backward, whole)
         refused = dict.fromkeys((*again.rejections, *detected.rejections, *planned.rejections))
         detected = dataclasses.replace(again, rejections=tuple(refused)).with_masks(masks)
-        planned = plan_of(detected)
+        planned = plan(detected.joint, detected.candidates)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections, *runner.refused)

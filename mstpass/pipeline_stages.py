@@ -35,10 +35,7 @@ from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, without_loops
 from mstpass.partition.split import split_joint
-from mstpass.partition.torch_fallback import (
-    needs_torch,
-    split_by_torch,
-)
+from mstpass.partition.torch_fallback import needs_torch, split_by_torch
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
@@ -124,13 +121,13 @@ class Planned:
 
 
 def plan(
-    joint: JointGraph,
-    candidates: tuple[RegionCandidates, ...],
     options: Options,
     limit: Limit,
     traced: JointGraph,
     inductor_alone: Callable[[], Candidate | str],
     runner: PassRunner,
+    joint: JointGraph,
+    candidates: tuple[RegionCandidates, ...],
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak.
 

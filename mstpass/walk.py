@@ -18,6 +18,17 @@ def walk(start: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]
         stack.extend([*further(one)][::-1])
 
 
+def walk_once(start: Iterable[Key], further: Callable[[Key], Iterable[Key]]) -> Iterator[Key]:
+    """All that is reached from the start, in no certain order: what is reached twice comes once."""
+    stack, seen = [*start], set[Key]()
+    while stack:
+        one = stack.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            stack.extend(further(one))
+
+
 def needed_first(
     key: Key, needs: Callable[[Key], Iterable[Key]], known: Container[Key]
 ) -> Iterator[Key]:

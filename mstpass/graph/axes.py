@@ -28,7 +28,6 @@ from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, Reduced, Refusal, Spec, chunk_shape
 
 TOKENS, HEADS, QUERIES, FEATURES = "tokens", "heads", "queries", "features"
-OVER_TOKENS = (TOKENS, QUERIES)  # of the batch, or of each sequence
 ALONG_A_DIM = (HEADS, FEATURES)  # each value holds them in one dim (heads.HeadDim)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.sizes import Size, expression, is_size
+from mstpass.graph.sizes import Size, expression, is_size, same_shape
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 
@@ -106,6 +106,13 @@ class SizeNodes:
             UnknownSize: a size cannot be written.
         """
         return [s if isinstance(s, int | fx.Node) else self._node(expression(s)) for s in shape]
+
+    def reshaped(self, node: fx.Node, shape: Iterable[Any]) -> fx.Node:
+        """The node in a shape, which is written as ``arguments``; the node itself if it has it."""
+        shape = list(shape)
+        if same_shape(node.meta["val"].shape, fake_values(shape)):
+            return node
+        return self.builder.call(torch.ops.aten.reshape.default, node, self.arguments(shape))
 
     def _node(self, expr: sympy.Expr) -> int | fx.Node:
         if isinstance(expr, sympy.Integer):

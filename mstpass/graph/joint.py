@@ -23,6 +23,7 @@ from torch import fx
 from mstpass.graph.sizes import expression, generic_numel, hint_numel, is_size, symbols_of
 from mstpass.torch_internals.aot_autograd import is_write_of_backward
 from mstpass.torch_internals.graphs import OpOverload, graph_module, schema_of
+from mstpass.walk import walk_once
 
 T = TypeVar("T")
 Modules = tuple[fx.GraphModule, fx.GraphModule]  # (forward, backward)
@@ -68,14 +69,12 @@ def _tensor_bytes(value: torch.Tensor) -> int:
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """The roots and all nodes that they depend on."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    return set(walk_once(roots, lambda node: node.all_input_nodes))
+
+
+def descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The roots and all nodes that depend on them."""
+    return set(walk_once(roots, lambda node: node.users))
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -137,11 +136,7 @@ class JointGraph:
     @cached_property
     def backward(self) -> set[fx.Node]:
         """The backward nodes: the tangents and all nodes that depend on one."""
-        found: set[fx.Node] = set()
-        for node in self.nodes[:-1]:
-            if is_tangent(node) or any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
+        return descendants(filter(is_tangent, self.nodes)) - {self.output}
 
     @cached_property
     def forward(self) -> set[fx.Node]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, fake_mode_of
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.order import put_in_order
 from mstpass.graph.renew_values import Renewal
@@ -77,3 +79,25 @@ class Rewriting:
                 is_value = isinstance(new, fx.Node) and isinstance(old, fx.Node)
                 kept.append(self._renewal.with_layout_of(new, old) if is_value else new)
         output.args = (tuple(kept),)
+
+
+def rewritten(
+    joint: JointGraph,
+    nodes: Iterable[fx.Node],
+    rewrite: Callable[[Rewriting, fx.Node], fx.Node | None],
+) -> Rewritten:
+    """A copy of a graph in which some of its nodes are rewritten; the graph itself for none.
+
+    Args:
+        rewrite: gets such a node of the copy, and returns what counts as changed, if anything does.
+            If it raises ``UnknownSize``, the node stays as it is.
+    """
+    names = [node.name for node in nodes]
+    if not names:
+        return joint, frozenset()
+    rewriting, changed = Rewriting(joint), set[str]()
+    for name in names:
+        with contextlib.suppress(UnknownSize):
+            if (made := rewrite(rewriting, rewriting.joint.by_name[name])) is not None:
+                changed.add(made.name)
+    return rewriting.finished(), frozenset(changed)

@@ -35,6 +35,7 @@ from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
 from mstpass.torch_internals.graphs import graph_module
+from mstpass.walk import walk_once
 
 
 class CycleError(Exception):
@@ -170,18 +171,12 @@ class _GraphWriter:
         """The nodes and loops that the graph's output or an op with side effects depends on."""
         # Attention counts as impure, because it might draw random numbers; in a loop it does not.
         members = {name for plan, _ in self.loop_of.values() for name, _ in plan.members}
-        stack: list[_Task] = [
+        needed: list[_Task] = [
             node
             for node in self.joint.nodes
             if node.op == "output" or (node.is_impure() and node.name not in members)
         ]
-        needed: set[_Task] = set()
-        while stack:
-            task = stack.pop()
-            if task not in needed:
-                needed.add(task)
-                stack.extend(self._dependencies(task))
-        return needed
+        return set(walk_once(needed, self._dependencies))
 
     # ---- tasks ---------------------------------------------------------------------------------
     def _write(self, task: _Task) -> None:

@@ -210,8 +210,7 @@ def _candidates(
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            name = name_of(mode, length)
-            plans.setdefault(name, plan)
+            plans.setdefault(name_of(mode, length), plan)
     mixed = plans.get(name_of(MIXED, SHORT))
     if mixed is not None and optional:  # the sums that it spares may be small
         plan = planner.plan(leaner, length=SHORTEST)

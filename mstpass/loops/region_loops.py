@@ -188,15 +188,13 @@ def _loop(
         members=tuple(node.name for node in in_order),
         specs=tuple(specs[node] for node in in_order),
         inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
-        outputs=tuple(_output(facts, node, unit, outputs) for node in joint.sorted(outputs)),
+        outputs=tuple(_output(facts, node, unit) for node in joint.sorted(outputs)),
         unit=unit,
         prelude=prelude,
     )
 
 
-def _output(
-    facts: RegionFacts, node: fx.Node, unit: str | None, outputs: list[fx.Node]
-) -> LoopOutput:
+def _output(facts: RegionFacts, node: fx.Node, unit: str | None) -> LoopOutput:
     relative = facts.exponentials.get(node)
     return LoopOutput(
         node.name,

@@ -34,6 +34,7 @@ from mstpass.graph.collectives import collectives_of, is_collective
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
+from mstpass.walk import walk_once
 
 Members = Mapping[fx.Node, Spec | None]
 Reads = Callable[[fx.Node], Mapping[fx.Node, Spec | None]]  # a member -> how it reads operands
@@ -88,19 +89,11 @@ def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
     if joint.cached(collectives_of) or complete_operands(members, reads):
         return True
     last = max(map(joint.index.__getitem__, members), default=-1)
-    stack = [node for node, spec in members.items() if spec is None]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen or (user in joint.backward) != (node in joint.backward):
-                continue
-            if user in members and node not in members:
-                return True
-            if user not in members and joint.index[user] < last:
-                seen.add(user)
-                stack.append(user)
-    return False
+    backward = joint.backward
+    readers = lambda node: [n for n in node.users if (n in backward) == (node in backward)]
+    outside = lambda node: [n for n in readers(node) if n not in members and joint.index[n] < last]
+    between = walk_once((node for node, spec in members.items() if spec is None), outside)
+    return any(n in members for node in between if node not in members for n in readers(node))
 
 
 def complete_operands(members: Members, reads: Reads) -> set[fx.Node]:

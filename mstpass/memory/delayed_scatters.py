@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, SIZE, VIEW, Op
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 
 def waits(
@@ -27,19 +27,12 @@ def waits(
     rows = scatter.inputs[-1]
     if rows not in op:
         return False
-    pointwise: set[str] = set()  # computed in the kernel of the rows
-    buffers: set[str] = set()  # what that reads
-    stack = [rows]
-    while stack:
-        name = stack.pop()
-        if name in pointwise or name in buffers or name not in op:
-            continue
-        kind = op[name].kind
-        if kind in (POINTWISE, VIEW):
-            pointwise.add(name)
-            stack.extend(op[name].inputs)
-        elif name in freed or kind not in (INPUT, CONSTANT, SIZE):
-            buffers.add(name)
+    in_kernel = lambda name: op[name].kind in (POINTWISE, VIEW)
+    operands = lambda name: filter(op.__contains__, op[name].inputs) if in_kernel(name) else ()
+    read = [*walk_once([rows], operands)]
+    pointwise = set(filter(in_kernel, read))  # computed in the kernel of the rows
+    others = (name for name in read if name not in pointwise)
+    buffers = (n for n in others if n in freed or op[n].kind not in (INPUT, CONSTANT, SIZE))
     only_here = (b for b in buffers if pointwise.issuperset(_readers(b, op, users)))
     return op[rows].bytes < sum(op[buffer].bytes for buffer in only_here)
 

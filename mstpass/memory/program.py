@@ -34,7 +34,7 @@ from mstpass.memory.host_copies import HostCopy
 from mstpass.memory.repeated_values import CHEAP_KINDS
 from mstpass.problem.op import INPUT, POINTWISE, REALIZED, SIZE
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.walk import needed_first
+from mstpass.walk import needed_first, walk_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Program:
 
 def forward_ops(problem: CutProblem, saved: Set[str]) -> tuple[Value, ...]:
     """The ops that the outputs and the saved values depend on, as traced."""
-    used = _with_ancestors(problem, problem.cached(_index), {*problem.outputs, *saved})
+    index = problem.cached(_index)
+    names = (name for name in {*problem.outputs, *saved} if name in index)
+    used = set(walk_once(names, lambda name: problem.values[index[name]].inputs))
     return tuple(value for value in problem.values if value.name in used)
 
 
@@ -108,17 +110,6 @@ def _free_inputs(problem: CutProblem) -> dict[str, Value]:
 def _as_input(value: Value) -> Value:
     kind = SIZE if value.kind == SIZE else INPUT
     return dataclasses.replace(value, kind=kind, inputs=(), inner_bytes=0, us=0.0)
-
-
-def _with_ancestors(problem: CutProblem, index: dict[str, int], names: Set[str]) -> set[str]:
-    found: set[str] = set()
-    stack = [name for name in names if name in index]
-    while stack:
-        name = stack.pop()
-        if name not in found:
-            found.add(name)
-            stack.extend(problem.values[index[name]].inputs)
-    return found
 
 
 class _Recomputation:
@@ -175,18 +166,9 @@ class _Recomputation:
 
         Both are in topological order. The search ends at the nested values that ``ends`` names.
         """
-        found: set[int] = set()
-        nested: set[int] = set()
-        stack = list(names)
-        while stack:
-            name = stack.pop()
-            i = self.index.get(name)
-            if i is None or name in self.available or i in found:
-                continue
-            if name in ends:
-                nested.add(i)
-            else:
-                found.add(i)
-                stack.extend(self.problem.values[i].inputs)
         values = self.problem.values
-        return [values[i].name for i in sorted(nested)], [values[i] for i in sorted(found)]
+        missing = lambda names: (self.index[name] for name in names if self.is_missing(name))
+        further = lambda i: () if values[i].name in ends else missing(values[i].inputs)
+        found = [values[i] for i in sorted(walk_once(missing(names), further))]
+        nested = [value.name for value in found if value.name in ends]
+        return nested, [value for value in found if value.name not in ends]

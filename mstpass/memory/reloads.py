@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.problem.op import POINTWISE, VIEW, Op
+from mstpass.walk import walk_once
 
 TOLERABLE_STALL = 0.02  # the part of an op's time that waiting for a copy may take beside it
 _SMALL = 1 / 64  # of the value's bytes: other operands of its chain
@@ -162,11 +163,5 @@ def _groups(uses: Mapping[int, bool], times_us: Sequence[float], copy_us: float)
 
 def _needed(ops: Sequence[Op], readers: Iterable[int], chain: Mapping[str, int]) -> tuple[int, ...]:
     """The positions of the ops of a chain that these readers are computed from."""
-    found: set[int] = set()
-    stack = list(readers)
-    while stack:
-        for name in ops[stack.pop()].inputs:
-            if name in chain and chain[name] not in found:
-                found.add(chain[name])
-                stack.append(chain[name])
-    return tuple(sorted(found))
+    operands = lambda i: [chain[name] for name in ops[i].inputs if name in chain]
+    return tuple(sorted(walk_once((at for i in readers for at in operands(i)), operands)))

@@ -23,7 +23,7 @@ from collections.abc import Sequence, Set
 from mstpass.memory.simulate_ops import GraphOps
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, REDUCTION, VIEW, Op
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 CHEAP_KINDS = (POINTWISE, REDUCTION, VIEW, CONSTANT)
 MOST_LOWERED = 1.25  # a peak is hardly more than this factor above what the copies leave
@@ -150,19 +150,12 @@ class _Graph:
         Operands end at values that others keep alive until the first later reader. Empty if an op
         on the way is not cheap.
         """
-        found: set[str] = set()
-        stack = [i for reader in later for i in self._inputs(reader) if self._viewed(i) == value]
-        while stack:
-            name = stack.pop()
-            if name in found or (
-                self._viewed(name) != value and self._is_alive_until(name, later[0])
-            ):
-                continue
-            if name not in cheap:
-                return []
-            found.add(name)
-            stack += self._inputs(name)
-        return sorted(found, key=self._at)
+        of_value = lambda name: self._viewed(name) == value
+        is_copied = lambda name: of_value(name) or not self._is_alive_until(name, later[0])
+        copied = lambda name: filter(is_copied, self._inputs(name)) if name in cheap else ()
+        read = (i for reader in later for i in filter(of_value, self._inputs(reader)))
+        found = [*walk_once(read, copied)]
+        return sorted(found, key=self._at) if cheap >= set(found) else []
 
     def _inputs(self, name: str) -> list[str]:
         """The operands that are ops of the graph; others, such as parameters, exist all along."""

@@ -12,34 +12,30 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewritten, rewritten
 from mstpass.graph.sizes import is_size
+from mstpass.walk import walk_once
 
 _ASSERT = torch.ops.aten._assert_scalar.default
 
 
 def assertions_of_sizes(joint: JointGraph) -> Rewritten:
     """A copy of the graph without them; the graph itself if it has none."""
-    names = [node.name for node in joint.nodes if node.target is _ASSERT and _is_of_sizes(node)]
-    if not names:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    for name in names:
-        rewriting.graph.erase_node(rewriting.joint.by_name[name])
-    return rewriting.finished(), frozenset()
+    found = (node for node in joint.nodes if node.target is _ASSERT and _is_of_sizes(node))
+    return rewritten(joint, found, lambda rewriting, node: rewriting.graph.erase_node(node))
 
 
 def _is_of_sizes(node: fx.Node) -> bool:
     """Whether what is asserted compares sizes of tensors."""
-    stack = list(node.all_input_nodes)
-    while stack:
-        operand = stack.pop()
-        value = operand.meta.get("val")
-        if operand.target is torch.ops.aten.sym_size.int or operand.op == "placeholder":
-            continue
-        if not is_size(operand) and not isinstance(value, torch.SymBool):
-            return False
-        if not operand.all_input_nodes:
-            return False
-        stack += operand.all_input_nodes
-    return bool(node.all_input_nodes)
+    operands = walk_once(node.all_input_nodes, lambda n: () if _is_given(n) else n.all_input_nodes)
+    computed = (n for n in operands if not _is_given(n))
+    of_sizes = all(n.all_input_nodes and _is_of_size(n) for n in computed)
+    return bool(node.all_input_nodes) and of_sizes
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int or node.op == "placeholder"
+
+
+def _is_of_size(node: fx.Node) -> bool:
+    return is_size(node) or isinstance(node.meta.get("val"), torch.SymBool)

@@ -15,7 +15,7 @@ from mstpass.graph import ops
 from mstpass.graph.heads import is_attention_item
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 
 aten = torch.ops.aten
 
@@ -26,12 +26,7 @@ def bias_after_product(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the products in it; the graph itself if it has no such product.
     """
-    found = [node.name for node in joint.nodes if _is_output_projection(node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    products = frozenset(_split(rewriting, name).name for name in found)
-    return rewriting.finished(), products
+    return rewritten(joint, filter(_is_output_projection, joint.nodes), _split)
 
 
 def _is_output_projection(node: fx.Node) -> bool:
@@ -44,9 +39,9 @@ def _is_output_projection(node: fx.Node) -> bool:
     return is_attention_item(source) or source.target is aten.bmm.default
 
 
-def _split(rewriting: Rewriting, name: str) -> fx.Node:
+def _split(rewriting: Rewriting, biased: fx.Node) -> fx.Node:
     """Replace the node by a product and a sum; returns the product."""
-    biased, call = rewriting.joint.by_name[name], rewriting.builder.call
+    call = rewriting.builder.call
     bias, left, right = biased.args
     with rewriting.graph.inserting_before(biased):
         product = call(aten.mm.default, left, right)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.joint import JointGraph, descendants, numel, value_of
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
@@ -24,6 +24,7 @@ from mstpass.normalize.parts import (
     picked,
     written_parts,
 )
+from mstpass.walk import walk_once
 
 aten = torch.ops.aten
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -173,10 +174,9 @@ class _Follower:
 
     def found(self) -> PartsFlow:
         """The values to compute part by part: the wide ones, and those that lead to these."""
-        kept: set[fx.Node] = set()
-        for node in reversed(self.joint.sorted(self.parts)):
-            if self._wide(node) or self._reads_wide(node) or any(u in kept for u in node.users):
-                kept.add(node)
+        wide = (node for node in self.parts if self._wide(node) or self._reads_wide(node))
+        operands = lambda node: (n for n in node.all_input_nodes if n in self.parts)
+        kept = set(walk_once(wide, operands))
         ends = {user for node in kept for user in node.users}
         return PartsFlow(
             {node: parts for node, parts in self.parts.items() if node in kept},
@@ -197,14 +197,9 @@ def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> frozenset[fx.No
     if isinstance(needs, Refusal):
         raise CannotTake(product, needs.reason)
     (tokens,) = (ops.base_of(n) for n in ops.matmul_factors(product) if needs[n] != WHOLE)
-    found: set[fx.Node] = set()
-    for node in joint.nodes:
-        if node in joint.backward and (
-            (ops.is_matmul(node) and tokens in map(ops.base_of, ops.matmul_factors(node)))
-            or any(n in found for n in node.all_input_nodes)
-        ):
-            found.add(node)
-    return frozenset(found)
+    products = filter(ops.is_matmul, joint.backward)
+    sharing = (n for n in products if tokens in map(ops.base_of, ops.matmul_factors(n)))
+    return frozenset(descendants(sharing) - {joint.output})
 
 
 def _parts_of_cat(cat: fx.Node) -> Parts:

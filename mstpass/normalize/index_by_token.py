@@ -19,7 +19,7 @@ from mstpass.graph import linearity
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import argument
 
@@ -35,21 +35,17 @@ def index_by_token(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the gathers and scatters in it; the graph itself if it has none.
     """
-    names = [node.name for node in joint.nodes if _indexes_by_token(node)]
-    if not names:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    changed = set()
-    for name in names:
-        node = rewriting.joint.by_name[name]
-        with rewriting.graph.inserting_before(node):
-            rewrite = _gather if node.target in _READS else _scatter
-            made, result = rewrite(rewriting.builder, node)
-        for replacement in (made, result):
-            replacement.meta.update(replacement_meta(node))
-        rewriting.replace(node, result)
-        changed.add(made.name)
-    return rewriting.finished(), frozenset(changed)
+    return rewritten(joint, filter(_indexes_by_token, joint.nodes), _rewrite)
+
+
+def _rewrite(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """Replace the node; returns the gather or the scatter."""
+    with rewriting.graph.inserting_before(node):
+        made, result = (_gather if node.target in _READS else _scatter)(rewriting.builder, node)
+    for replacement in (made, result):
+        replacement.meta.update(replacement_meta(node))
+    rewriting.replace(node, result)
+    return made
 
 
 def _indexes_by_token(node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, Modules, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_size
+from mstpass.walk import walk_once
 
 aten = torch.ops.aten
 
@@ -107,12 +108,5 @@ def _early_readers(node: fx.Node, joint: JointGraph) -> list[fx.Node]:
 
 
 def _backward_depends_on(node: fx.Node, joint: JointGraph) -> bool:
-    stack, seen = _early_readers(node, joint), set()
-    while stack:
-        reader = stack.pop()
-        if reader in joint.backward:
-            return True
-        if reader not in seen:
-            seen.add(reader)
-            stack.extend(reader.users)
-    return False
+    later = walk_once(_early_readers(node, joint), lambda reader: reader.users)
+    return any(reader in joint.backward for reader in later)

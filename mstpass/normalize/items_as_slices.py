@@ -17,7 +17,7 @@ from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.normalize.downstream import downstream
@@ -33,17 +33,15 @@ def items_as_slices(joint: JointGraph) -> Rewritten:
 
     No name counts as changed: a slice alone makes no region.
     """
-    found = [node.name for node in joint.nodes if _is_item(node) and _is_wide(joint, node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    for name in found:
-        item = rewriting.joint.by_name[name]
-        with rewriting.graph.inserting_before(item):
-            built = _written(rewriting.builder, item)
-        built.meta.update(replacement_meta(item))
-        rewriting.replace(item, built)
-    return rewriting.finished(), frozenset()
+    found = (node for node in joint.nodes if _is_item(node) and _is_wide(joint, node))
+    return rewritten(joint, found, _rewrite)
+
+
+def _rewrite(rewriting: Rewriting, item: fx.Node) -> None:
+    with rewriting.graph.inserting_before(item):
+        built = _written(rewriting.builder, item)
+    built.meta.update(replacement_meta(item))
+    rewriting.replace(item, built)
 
 
 def _is_item(node: fx.Node) -> bool:

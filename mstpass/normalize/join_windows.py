@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,14 +73,7 @@ def join_windows(joint: JointGraph) -> Rewritten:
         The copy and the names of the nodes that were changed or made; the graph itself if there is
         no such window.
     """
-    changed: set[str] = set()
-    given_up: set[str] = set()
-    while (windows := next_windows(joint, given_up)) is not None:
-        given_up.add(windows.source.name)
-        with contextlib.suppress(CannotTake, UnknownSize, Circle):
-            joint, names = _joined(joint, windows)
-            changed |= names
-    return joint, frozenset(changed)
+    return _with_joined(joint, next_windows)
 
 
 def join_products(joint: JointGraph) -> Rewritten:
@@ -88,9 +82,15 @@ def join_products(joint: JointGraph) -> Rewritten:
     Returns:
         As ``join_windows``.
     """
+    return _with_joined(joint, next_product_windows)
+
+
+def _with_joined(
+    joint: JointGraph, next_of: Callable[[JointGraph, set[str]], Windows | None]
+) -> Rewritten:
     changed: set[str] = set()
     given_up: set[str] = set()
-    while (windows := next_product_windows(joint, given_up)) is not None:
+    while (windows := next_of(joint, given_up)) is not None:
         given_up.add(windows.source.name)
         with contextlib.suppress(CannotTake, UnknownSize, Circle):
             joint, names = _joined(joint, windows)
@@ -229,9 +229,9 @@ class _Writer:
             if before != math.prod(value.shape[: sink.first]):
                 raise CannotTake(first, "is written to other dims")
             whole = group.on_grid(group.merged(first), first)
-            whole = group.reshaped(whole, list(value.shape))
+            whole = group.sizes.reshaped(whole, list(value.shape))
             if len(of_group) < len(group.lanes) or not group.has_all_tokens:
-                mask = group.reshaped(group.mask(of_group), self._mask_shape(sink, value))
+                mask = group.sizes.reshaped(group.mask(of_group), self._mask_shape(sink, value))
                 rest = result
                 if rest is None:
                     rest = self.builder.call(

@@ -9,16 +9,15 @@ by n.
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.normalize.downstream import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
@@ -36,21 +35,12 @@ def means_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such mean.
     """
-    means = _means_over_tokens(joint)
-    if not means:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    sums = set()
-    for name in means:
-        with contextlib.suppress(UnknownSize):
-            sums.add(_replace_by_sum(rewriting, rewriting.joint.by_name[name]).name)
-    return rewriting.finished(), frozenset(sums)
+    return rewritten(joint, _means_over_tokens(joint), _replace_by_sum)
 
 
-def _means_over_tokens(joint: JointGraph) -> list[str]:
+def _means_over_tokens(joint: JointGraph) -> Iterator[fx.Node]:
     """The means of wide values downstream of an anchor over all tokens, perhaps also other dims."""
     known = joint.cached(downstream)
-    means = []
     for node in joint.nodes:
         if node.target not in _MEANS or node in known:
             continue
@@ -59,8 +49,7 @@ def _means_over_tokens(joint: JointGraph) -> list[str]:
             spec, anchor = known[source]
             over_all_tokens = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
             if over_all_tokens and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
-                means.append(node.name)
-    return means
+                yield node
 
 
 def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:

@@ -30,7 +30,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
-from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.joint import JointGraph, descendants, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
@@ -101,10 +101,7 @@ class _SliceMover:
         graph = self.joint.module.graph
         matmul = self.joint.by_name[sliced.matmul.name]
         self.wide_numel = WIDE_OF_ANCHOR * numel(matmul)
-        self.derived = {matmul}
-        for node in self.joint.nodes[self.joint.index[matmul] :]:
-            if any(i in self.derived for i in node.all_input_nodes):
-                self.derived.add(node)
+        self.derived = descendants([matmul])
         slices = [self.joint.by_name[node.name] for node in sliced.slices]
         self._read_window(slices[0])
         self.scattered, self.scatters = scattered_gradients(
@@ -117,7 +114,7 @@ class _SliceMover:
             with graph.inserting_before(node):
                 if node in slices:
                     small = self._small(node.all_input_nodes[0], self._source_spec(node))
-                    self._replace(node, self._reshaped(small, list(node.meta["val"].shape)))
+                    self._replace(node, self.sizes.reshaped(small, list(node.meta["val"].shape)))
                 else:
                     self._use_small_gradients(node)
         moved = self.small.get((matmul, sliced.spec))
@@ -214,17 +211,12 @@ class _SliceMover:
             raise CannotTake(node, "its token dims differ from those of the slice")
         if any(sizes[d] != 1 for d in between) or list(spec) != sorted(spec):
             raise CannotTake(node, "its token dims are not adjacent")
-        return self._reshaped(node, [*shape[: spec[0]], *self.grid, *shape[spec[-1] + 1 :]])
+        return self.sizes.reshaped(node, [*shape[: spec[0]], *self.grid, *shape[spec[-1] + 1 :]])
 
     def _flattened(self, small: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
         """The window's tokens of a node's value, in chunk form (tokens.py)."""
         shape, tokens = node.meta["val"].shape, math.prod(self.window_grid)
-        return self._reshaped(small, chunk_shape(shape, spec, tokens))
-
-    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, shape):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
+        return self.sizes.reshaped(small, chunk_shape(shape, spec, tokens))
 
     # ---- backward: scattered gradients ----------------------------------------------------------
     def _use_small_gradients(self, node: fx.Node) -> None:
@@ -263,7 +255,7 @@ class _SliceMover:
         small = self._small(node, spec)
         shape = list(value.shape)
         before, after = shape[: spec[0]], shape[spec[-1] + 1 :]
-        source = self._reshaped(small, [*before, *self.window_grid, *after])
+        source = self.sizes.reshaped(small, [*before, *self.window_grid, *after])
         zeros = self.builder.call(
             aten.full.default,
             self.sizes.arguments([*before, *self.grid, *after]),
@@ -271,7 +263,7 @@ class _SliceMover:
             dtype=value.dtype,
             device=value.device,
         )
-        return self._reshaped(self._put(zeros, source, spec[0] + self.window.axis), shape)
+        return self.sizes.reshaped(self._put(zeros, source, spec[0] + self.window.axis), shape)
 
     def _put(self, zeros: fx.Node, source: fx.Node, dim: int) -> fx.Node:
         if self.rows is None:

@@ -32,7 +32,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -105,15 +105,10 @@ def _along_last(split: fx.Node) -> bool:
 
 def _reaches_attention(item: fx.Node) -> bool:
     """Whether attention reads what is computed from an item without another projection."""
-    stack, seen = [item], {item}
-    while stack:
-        for user in stack.pop().users:
-            if is_attention(user) or ops.is_batched_matmul(user):
-                return True
-            if user not in seen and not ops.is_matmul(user) and user.op == "call_function":
-                seen.add(user)
-                stack.append(user)
-    return False
+    goes_on = lambda node: node.op == "call_function" and not ops.is_matmul(node)
+    reached = walk_once([item], lambda node: filter(goes_on, node.users))
+    readers = (user for node in reached for user in node.users)
+    return any(is_attention(user) or ops.is_batched_matmul(user) for user in readers)
 
 
 def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node | None:

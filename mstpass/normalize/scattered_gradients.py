@@ -17,6 +17,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import Refusal, Spec
 from mstpass.normalize.token_window import Choice, choice_of, grid_spec, is_scatter
+from mstpass.walk import walk_once
 
 
 def window_scatter_spec(node: fx.Node, window: Choice, wide_numel: float) -> Spec | None:
@@ -56,11 +57,9 @@ def scattered_gradients(
         if spec is not None:
             specs[node] = spec
     wide = {node for node in specs if numel(node) >= wide_numel}
-    kept: set[fx.Node] = set()
-    for node in reversed(specs):
-        reads_wide = node in wide or any(i in wide for i in node.all_input_nodes)
-        if reads_wide or any(user in kept for user in node.users):
-            kept.add(node)
+    operands = lambda node: (n for n in node.all_input_nodes if n in specs)
+    reading_wide = (node for node in specs if not wide.isdisjoint((node, *node.all_input_nodes)))
+    kept = set(walk_once(reading_wide, operands))
     return {node: spec for node, spec in specs.items() if node in kept}, scatters
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.one_per_row import are_few, scatter_few, scattered_per_row
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import generic_shape, symbols_of
 from mstpass.normalize.downstream import downstream
 from mstpass.regions.anchors import anchors
@@ -26,18 +26,15 @@ from mstpass.regions.anchors import anchors
 
 def scattered_gradients_as_choices(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the choices; the graph itself if it has no such scatter."""
-    found = [node.name for node in joint.nodes if _is_along_row(joint, node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    changed = set[str]()
-    for name in found:
-        node = rewriting.joint.by_name[name]
-        with rewriting.graph.inserting_before(node):
-            choice = scatter_few(rewriting.builder, node)
-        rewriting.replace(node, choice)
-        changed.add(choice.name)
-    return rewriting.finished(), frozenset(changed)
+    found = (node for node in joint.nodes if _is_along_row(joint, node))
+    return rewritten(joint, found, _rewrite)
+
+
+def _rewrite(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    with rewriting.graph.inserting_before(node):
+        choice = scatter_few(rewriting.builder, node)
+    rewriting.replace(node, choice)
+    return choice
 
 
 def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:

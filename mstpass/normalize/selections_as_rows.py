@@ -140,18 +140,18 @@ class _Writer:
         tokens, rest = math.prod(shape[:rank]), shape[rank:]
         with self.rewriting.graph.inserting_before(node):
             rows = self._rows_of(node, shape[:rank])
-            flat = self._reshaped(source, [tokens, *rest])
+            flat = self.sizes.reshaped(source, [tokens, *rest])
             if node.target in _READS:
                 made = self.builder.call(aten.index.Tensor, flat, [rows])
             else:
                 count = rows.meta["val"].shape[0]
-                values = self._reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
+                values = self.sizes.reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
                 accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
                 made = self.builder.call(aten.index_put.default, flat, [rows], values, accumulate)
             has_shape = node.target in _READS and _is_mask(
                 node
             )  # perhaps by another name of its size
-            result = made if has_shape else self._reshaped(made, list(node.meta["val"].shape))
+            result = made if has_shape else self.sizes.reshaped(made, list(node.meta["val"].shape))
         for new in (made, result):
             new.meta.update(replacement_meta(node))
         self.rewriting.replace(node, result)
@@ -167,7 +167,7 @@ class _Writer:
     def _of_mask(self, node: fx.Node) -> fx.Node:
         (mask,) = _indices(node)
         size: Any = node.meta["val"].shape[0]
-        flat = self._reshaped(mask, [math.prod(mask.meta["val"].shape)])
+        flat = self.sizes.reshaped(mask, [math.prod(mask.meta["val"].shape)])
         places = self.rewriting.graph.call_function(aten.nonzero.default, (flat,))
         bind_as(places, node, self.builder.mode)
         rows = self.builder.call(aten.squeeze.dim, places, 1)
@@ -194,9 +194,4 @@ class _Writer:
                 rows = self.builder.call(aten.mul.Tensor, rows, length)
                 rows = self.builder.call(aten.add.Tensor, rows, number)
         assert rows is not None, "the rows are known"
-        return self._reshaped(rows, [math.prod(rows.meta["val"].shape)])
-
-    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, shape):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
+        return self.sizes.reshaped(rows, [math.prod(rows.meta["val"].shape)])

@@ -34,7 +34,7 @@ from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import Size, is_size, same_shape
+from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.token_window import (
     slice_bounds,
@@ -159,7 +159,7 @@ class _SliceSinker:
         for one in needed_first(node, self._needed, self.full):
             held = spec if one is node else self.cone[one]
             if one is self.sliced:
-                built = self._reshaped(self.source, _chunk_form(one, held, tokens))
+                built = self.sizes.reshaped(self.source, _chunk_form(one, held, tokens))
             else:
                 built = add_chunk(self.builder, one, held, tokens, self._operand, self.sizes)
             self.full[one] = built
@@ -187,7 +187,7 @@ class _SliceSinker:
             _check_adjacent(spec)
             value = node.meta["val"]
             before, after = value.shape[: spec[0]], value.shape[spec[-1] + 1 :]
-            source = self._reshaped(node, [*before, *self.window_grid, *after])
+            source = self.sizes.reshaped(node, [*before, *self.window_grid, *after])
             zeros = self.builder.call(
                 aten.full.default,
                 self.sizes.arguments([*before, *self.grid, *after]),
@@ -198,14 +198,14 @@ class _SliceSinker:
             dim, bounds = spec[0] + self.axis, self.bounds
             padded = self.builder.call(aten.slice_scatter.default, zeros, source, dim, *bounds)
             tokens = math.prod(self.grid)
-            self.full[node] = self._reshaped(padded, _chunk_form(node, spec, tokens))
+            self.full[node] = self.sizes.reshaped(padded, _chunk_form(node, spec, tokens))
         return self.full[node]
 
     def _window_of(self, full: fx.Node, end: fx.Node, spec: Spec) -> fx.Node:
         """The sliced tokens of a value in chunk form, in the shape that ``end`` has."""
         shape = list(end.meta["val"].shape)
         before, after = shape[: spec[0]], shape[spec[-1] + 1 :]
-        grid = self._reshaped(full, [*before, *self.grid, *after])
+        grid = self.sizes.reshaped(full, [*before, *self.grid, *after])
         dim = spec[0] + self.axis
         window = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
         self.windows.add(window.name)
@@ -214,14 +214,9 @@ class _SliceSinker:
                 aten.clone.default, window, memory_format=torch.contiguous_format
             )  # views may follow
             self.windows.add(window.name)
-        window = self._reshaped(window, shape)
+        window = self.sizes.reshaped(window, shape)
         _pass_on_meta(end, window)
         return window
-
-    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, shape):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
 
 def _chunk_form(node: fx.Node, spec: Spec, tokens: Size) -> list[Size]:

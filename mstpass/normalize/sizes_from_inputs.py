@@ -7,14 +7,11 @@ and products of sizes that are inputs of the graph.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import fx
 
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 
 
 def sizes_from_inputs(joint: JointGraph) -> Rewritten:
@@ -22,16 +19,13 @@ def sizes_from_inputs(joint: JointGraph) -> Rewritten:
 
     The graph itself if they do already.
     """
-    names = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
-    if not names:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    new = rewriting.joint
-    first = next(node for node in new.nodes if node.op != "placeholder")
-    for name in names:
-        node = new.by_name[name]
-        with contextlib.suppress(UnknownSize), rewriting.graph.inserting_before(first):
-            (size,) = rewriting.sizes.arguments([node.meta["val"]])
-            if isinstance(size, fx.Node):
-                rewriting.replace(node, size)
-    return rewriting.finished(), frozenset()
+    found = (node for node in joint.nodes if node.target is torch.ops.aten.sym_size.int)
+    return rewritten(joint, found, _from_inputs)
+
+
+def _from_inputs(rewriting: Rewriting, node: fx.Node) -> None:
+    first = next(other for other in rewriting.joint.nodes if other.op != "placeholder")
+    with rewriting.graph.inserting_before(first):
+        (size,) = rewriting.sizes.arguments([node.meta["val"]])
+    if isinstance(size, fx.Node):
+        rewriting.replace(node, size)

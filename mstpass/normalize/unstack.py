@@ -192,7 +192,7 @@ class _Unstacker:
             part = self._part(source, self.parts[source], number)
         else:
             return self._computed(node, parts, number)
-        return part and self._reshaped(part, self._shape(node, parts, number))
+        return part and self.sizes.reshaped(part, self._shape(node, parts, number))
 
     def _part_of_other(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         """A part of a value that is not known to have parts: computed if wide, else sliced.
@@ -207,7 +207,7 @@ class _Unstacker:
             of_source = parts_after_view(value_of(node), value_of(source), parts)
             if of_source is not None:
                 part = self._part(source, of_source, number)
-                return part and self._reshaped(part, self._shape(node, parts, number))
+                return part and self.sizes.reshaped(part, self._shape(node, parts, number))
         if is_weight and node.target is aten.clone.default:
             part = self._part(node.all_input_nodes[0], parts, number)
             if part is not None and part.meta["val"].is_contiguous():
@@ -283,16 +283,16 @@ class _Unstacker:
         rows, whole = shape[parts.dim], sum(parts.sizes)
         columns = [*shape[: parts.dim], rows, 1, *shape[parts.dim + 1 :]]
         together = self.builder.call(
-            aten.cat.default, [self._reshaped(part, columns) for part in each], parts.dim + 1
+            aten.cat.default, [self.sizes.reshaped(part, columns) for part in each], parts.dim + 1
         )
-        return self._reshaped(together, [*shape[: parts.dim], whole, *shape[parts.dim + 1 :]])
+        return self.sizes.reshaped(together, [*shape[: parts.dim], whole, *shape[parts.dim + 1 :]])
 
     # ---- what reads the parts --------------------------------------------------------------------
     def _pick(self, node: fx.Node) -> fx.Node:
         """The value of a node that takes one part: the part, with the shape that the node has."""
         (source,) = (n for n in node.all_input_nodes if n in self.parts)
         part = self._operand(source, self.parts[source], self.picks[node])
-        return self._reshaped(part, list(node.meta["val"].shape))
+        return self.sizes.reshaped(part, list(node.meta["val"].shape))
 
     def _combination(self, node: fx.Node) -> fx.Node:
         """A reduction over the parts, or a product that sums over them."""
@@ -334,7 +334,7 @@ class _Unstacker:
             shape, dtype = shape_of(part), part.meta["val"].dtype
             dims = reduced_dims(node, len(shape))
             if math.prod(shape[d] for d in dims) == 1 and dtype == value.dtype:
-                return self._reshaped(part, list(value.shape))
+                return self.sizes.reshaped(part, list(value.shape))
             if dtype in LOW_PRECISION and node.target not in _NOT_SUMS:
                 raise CannotTake(node, f"each part of its sum would be rounded to {dtype}")
             if node.target in MEANS:
@@ -348,11 +348,6 @@ class _Unstacker:
         dims = reduced_dims(node, len(shape))
         (count,) = self.sizes.arguments([math.prod(shape[d] for d in dims)])
         return self.builder.call(aten.div.Tensor, total, count)
-
-    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, shape):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         old = node.meta["val"]

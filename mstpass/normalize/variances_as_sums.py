@@ -11,7 +11,6 @@ float32, both are taken in float32. The backward of a variance needs no rewrite:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from typing import Any
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.downstream import downstream
@@ -39,15 +37,8 @@ def variances_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such variance.
     """
-    found = [node.name for node in joint.nodes if _is_over_tokens(joint, node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    sums = set[str]()
-    for name in found:
-        with contextlib.suppress(UnknownSize):
-            sums.add(_replace(rewriting, rewriting.joint.by_name[name]).name)
-    return rewriting.finished(), frozenset(sums)
+    found = (node for node in joint.nodes if _is_over_tokens(joint, node))
+    return rewritten(joint, found, _replace)
 
 
 def _is_over_tokens(joint: JointGraph, node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.sizes import is_size, same_shape
+from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, chunk_shape
 from mstpass.normalize.lanes import Lane, Windows, is_item_op
@@ -40,11 +40,6 @@ class WindowGroup:
         self.has_all_tokens = covered == self.windows.grid[self.windows.axis]
         self.item = by_name[lanes[0].item.name]
         self.nodes[self.item] = [by_name[lane.item.name] for lane in lanes]
-
-    def reshaped(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, shape):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     # ---- values on all tokens --------------------------------------------------------------------
     def merged(self, first: fx.Node, spec: Spec | None = None) -> fx.Node:
@@ -73,7 +68,7 @@ class WindowGroup:
         source = self._source(nodes, spec)
         if source is not None:
             built = chunk_shape(first.meta["val"].shape, spec, self.num_tokens)
-            return self.reshaped(source, built)
+            return self.sizes.reshaped(source, built)
         if self._is_outside(first):
             return self._side_by_side(nodes, spec)
         self._match_operands(nodes)
@@ -117,11 +112,11 @@ class WindowGroup:
         before, after = spec[0], rank - 1 - spec[-1]
         pieces = []
         for lane, node in zip(self.lanes, nodes, strict=True):
-            number = self.reshaped(node, [1] * (before + len(self.windows.grid) + after))
+            number = self.sizes.reshaped(node, [1] * (before + len(self.windows.grid) + after))
             grid = [*[1] * before, *self._window_grid(lane), *[1] * after]
             pieces.append(self.builder.call(aten.expand.default, number, grid))
         shape = chunk_shape([1] * rank, spec, self.num_tokens)
-        return self.reshaped(self._concatenated(pieces, before), shape)
+        return self.sizes.reshaped(self._concatenated(pieces, before), shape)
 
     def _source(self, nodes: list[fx.Node], spec: Spec) -> fx.Node | None:
         """The value whose windows the nodes are; None if there is none."""
@@ -148,10 +143,10 @@ class WindowGroup:
         for lane, node in zip(self.lanes, nodes, strict=True):
             shape = list(node.meta["val"].shape)
             before, after = shape[: spec[0]], shape[spec[-1] + 1 :]
-            pieces.append(self.reshaped(node, [*before, *self._window_grid(lane), *after]))
+            pieces.append(self.sizes.reshaped(node, [*before, *self._window_grid(lane), *after]))
         together = self._concatenated(pieces, spec[0])
         shape = chunk_shape(nodes[0].meta["val"].shape, spec, self.num_tokens)
-        return self.reshaped(together, shape)
+        return self.sizes.reshaped(together, shape)
 
     def _concatenated(self, pieces: list[fx.Node], first: int) -> fx.Node:
         """Values of the lanes, one after the other along the axis, with zeros in the gaps."""
@@ -197,7 +192,7 @@ class WindowGroup:
         _check_adjacent(first, spec)
         shape = list(first.meta["val"].shape)
         grid = [*shape[: spec[0]], *self.windows.grid, *shape[spec[-1] + 1 :]]
-        return self.reshaped(whole, grid)
+        return self.sizes.reshaped(whole, grid)
 
     def _window_grid(self, lane: Lane) -> list[int]:
         grid = list(self.windows.grid)
@@ -216,7 +211,7 @@ class WindowGroup:
                 window = self.builder.call(
                     aten.clone.default, window, memory_format=torch.contiguous_format
                 )
-            found.append((node, self.reshaped(window, list(node.meta["val"].shape))))
+            found.append((node, self.sizes.reshaped(window, list(node.meta["val"].shape))))
         return found
 
     def totals_of(
@@ -229,7 +224,7 @@ class WindowGroup:
         wide = torch.float32 if value.dtype in _LOW_PRECISION else None
         features = [d for d in range(value.dim()) if d not in range(spec[0], spec[-1] + 1)]
         rows = self.builder.call(aten.sum.dim_IntList, whole, features, True, dtype=wide)
-        grid = self.reshaped(rows, self.windows.grid)
+        grid = self.sizes.reshaped(rows, self.windows.grid)
         found = []
         for lane, node, reader in zip(self.lanes, nodes, readers, strict=True):
             window = self.builder.call(
@@ -241,7 +236,7 @@ class WindowGroup:
             dtype = reader.meta["val"].dtype
             if total.meta["val"].dtype != dtype:
                 total = self.builder.call(prims.convert_element_type.default, total, dtype)
-            found.append((reader, self.reshaped(total, list(reader.meta["val"].shape))))
+            found.append((reader, self.sizes.reshaped(total, list(reader.meta["val"].shape))))
         return found
 
     def sum_of(self, nodes: list[fx.Node], readers: list[fx.Node]) -> fx.Node:

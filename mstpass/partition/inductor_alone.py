@@ -18,6 +18,7 @@ from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.problem.op import ITEM, VIEW
 from mstpass.problem.problem import Alone, CutProblem, Value
 from mstpass.torch_internals.aot_autograd import saved_by_torch
+from mstpass.walk import walk
 
 
 def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -> Candidate | str:
@@ -55,13 +56,9 @@ def _holding(joint: JointGraph, traced: JointGraph, name: str) -> Iterator[str]:
     Where that node has no place there, as a product of which rewrites compute only the rows that
     are read, these are what its views have become.
     """
-    behind = [traced.by_name[name]]
-    for node in behind:  # it grows
-        found = joint.standing_for(node.name)
-        if found is not None:
-            yield found
-        else:
-            behind += filter(ops.shares_storage, node.users)
+    found = lambda node: joint.standing_for(node.name)
+    views = lambda node: () if found(node) else filter(ops.shares_storage, node.users)
+    return filter(None, map(found, walk([traced.by_name[name]], views)))
 
 
 def _with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:

@@ -29,6 +29,7 @@ from mstpass.torch_internals.aot_autograd import (
     finish_forward_and_backward,
 )
 from mstpass.torch_internals.graphs import is_opaque
+from mstpass.walk import walk_once
 
 
 def split_joint(
@@ -128,18 +129,8 @@ def _takes_no_memory(node: fx.Node) -> bool:
 
 def _free_values_read(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
     """The inputs, sizes and opaque values that backward reads, itself or to recompute a value."""
-    found: set[fx.Node] = set()
-    seen = set(saved)
-    stack = list(joint.backward_outputs)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if _takes_no_memory(node) and node not in joint.backward:
-            found.add(node)
-            continue
-        if node.op == "placeholder" and not is_tangent(node):
-            found.add(node)
-        stack.extend(node.all_input_nodes)
-    return found
+    crosses = lambda node: _takes_no_memory(node) and node not in joint.backward
+    ends = {*saved, *filter(crosses, joint.nodes)}
+    read = walk_once(joint.backward_outputs, lambda n: () if n in ends else n.all_input_nodes)
+    is_input = lambda node: node.op == "placeholder" and not is_tangent(node)
+    return {node for node in read if crosses(node) or is_input(node)} - set(saved)

@@ -153,7 +153,7 @@ class PassRunner:
         module = graph.owning_module
         looked_at = module is not None and (self.verify != OFF or is_listening())
         before = JointGraph(module, 0).copy() if looked_at else None  # type: ignore[arg-type]
-        nodes = before.nodes if before else [] if step.required else _copied(graph)
+        nodes = before.nodes if before else [] if step.required else _copy(graph.nodes, fx.Graph())
         start = time.perf_counter()
         found, done = None, False
         answers = (Exception,) if step.required else ()
@@ -238,10 +238,12 @@ def failures(rejections: Iterable[Rejection]) -> str:
     return please_report("; ".join(found), done) if found else ""
 
 
-def _copied(graph: fx.Graph) -> list[fx.Node]:
-    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """Copies of nodes in a graph, with their names."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].name = node.name
     return [*copies.values()]
 
 
@@ -249,10 +251,7 @@ def _restore(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Give a graph the nodes that it had."""
     for node in reversed(list(graph.nodes)):
         graph.erase_node(node)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].name = node.name
+    _copy(nodes, graph)
     graph.lint()
 
 

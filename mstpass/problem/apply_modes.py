@@ -9,7 +9,7 @@ loops/apply_plans.py writes it into the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.op import CALL, ITEM, VIEW
@@ -23,6 +23,7 @@ from mstpass.problem.problem import (
     Value,
     with_needs,
 )
+from mstpass.walk import walk_once
 
 _CACHED = 8  # choices of modes whose problems are kept: solvers ask for the same ones repeatedly
 
@@ -155,7 +156,7 @@ class _Writer:
         self.backward: set[str] = set()
 
     def write(self) -> CutProblem:
-        live = _reached([*self.problem.outputs, *self.problem.gradients], self._inputs)
+        live = set(walk_once([*self.problem.outputs, *self.problem.gradients], self._inputs))
         live.update(name for name, value in self.old.items() if not value.inputs)
         targets = (name for name in self.old if name in live)
         try:
@@ -164,7 +165,8 @@ class _Writer:
         except DependencyCycle as cycle:
             loops = [self.producer[n][0].name for n in cycle.path if n in self.producer]
             raise Cycle(loops[-1]) from None
-        serves_forward = _reached(self.problem.outputs, lambda name: self.new[name].inputs)
+        inputs = lambda name: self.new[name].inputs
+        serves_forward = set(walk_once(self.problem.outputs, inputs))
         values = [
             v
             if v.forward == (v.name in serves_forward)
@@ -206,15 +208,3 @@ class _Writer:
         self.new[value.name] = value
         if value.name in self.tangents or not self.backward.isdisjoint(value.inputs):
             self.backward.add(value.name)
-
-
-def _reached(names: Iterable[str], inputs: Callable[[str], Iterable[str]]) -> set[str]:
-    """The names, and all that they are computed from."""
-    found: set[str] = set()
-    stack = list(names)
-    while stack:
-        name = stack.pop()
-        if name not in found:
-            found.add(name)
-            stack.extend(inputs(name))
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from mstpass.problem.problem import MUST_OFFLOAD, CutProblem, Value
+from mstpass.walk import walk_once
 
 
 def saved_where(problem: CutProblem, keep: Callable[[Value], bool]) -> frozenset[str]:
@@ -18,21 +19,10 @@ def saved_where(problem: CutProblem, keep: Callable[[Value], bool]) -> frozenset
     no other way is saved even where ``keep`` is false.
     """
     problem = problem.allowing(recompute_heavy=True)
-    by_name = {value.name: value for value in problem.values}
     not_recomputable = _not_recomputable(problem)
-    saved: set[str] = set()
-    seen: set[str] = set()
-    stack = [value.name for value in problem.values if value.needed]
-    while stack:
-        value = by_name[stack.pop()]
-        if value.free or value.name in seen:
-            continue
-        seen.add(value.name)
-        if value.savable and (value.name in not_recomputable or keep(value)):
-            saved.add(value.name)
-        else:
-            stack.extend(value.inputs)
-    return frozenset(saved)
+    candidates = (value for value in problem.values if value.savable and not value.free)
+    kept = {v.name for v in candidates if v.name in not_recomputable or keep(v)}
+    return read_by_backward(problem, kept)
 
 
 def _not_recomputable(problem: CutProblem) -> set[str]:
@@ -71,14 +61,8 @@ def _must_offload(problem: CutProblem) -> frozenset[str]:
 def _reached(problem: CutProblem, saved: Set[str]) -> set[str]:
     """What backward reads or recomputes, and the free and saved values at which that ends."""
     by_name = {value.name: value for value in problem.values}
-    stack = [v.name for v in problem.values if v.needed]
-    found: set[str] = set()
-    while stack:
-        value = by_name[stack.pop()]
-        if value.name not in found:
-            found.add(value.name)
-            stack.extend(() if _available(value, saved) else value.inputs)
-    return found
+    inputs = lambda name: () if _available(by_name[name], saved) else by_name[name].inputs
+    return set(walk_once((value.name for value in problem.values if value.needed), inputs))
 
 
 def _available(value: Value, saved: Set[str]) -> bool:

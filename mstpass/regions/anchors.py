@@ -18,6 +18,7 @@ from mstpass.graph.sizes import Size, generic, generic_shape, hint, is_static
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.plans import Rejection
+from mstpass.walk import walk_once
 
 WIDEN = 1.5
 SYMBOLIC_WIDTH = "a dim other than the token dims has a symbolic size"
@@ -75,17 +76,10 @@ def _spec_of_pairs(joint: JointGraph, node: fx.Node) -> Spec | None:
     _, rows, columns = out.shape
     if rows < 2 or not isinstance(left.shape[-1], int) or columns < WIDEN * left.shape[-1]:
         return None
-    stack, seen = [node], {node}
-    while stack:
-        for user in joint.users(stack.pop()):
-            if user in seen or user in joint.backward:
-                continue
-            if ops.is_matmul(user):
-                return None
-            if numel(user) < WIDE_OF_ANCHOR * numel(node):
-                continue
-            seen.add(user)
-            stack.append(user)
+    readers = lambda n: [user for user in joint.users(n) if user not in joint.backward]
+    wide = lambda n: [u for u in readers(n) if numel(u) >= WIDE_OF_ANCHOR * numel(node)]
+    if any(ops.is_matmul(user) for n in walk_once([node], wide) for user in readers(n)):
+        return None
     return (1,)
 
 

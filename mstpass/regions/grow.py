@@ -30,7 +30,8 @@ from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
-from mstpass.walk import needed_first
+from mstpass.regions.paths import back_to
+from mstpass.walk import needed_first, walk_once
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
@@ -156,11 +157,8 @@ class Growth:
 
         Nodes outside that read another member compute it themselves.
         """
-        found: set[fx.Node] = set()
-        for node in self.joint.sorted(self.specs):
-            if self._is_wide_matmul(node) or any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found
+        members = lambda node: (user for user in node.users if user in self.specs)
+        return set(walk_once(filter(self._is_wide_matmul, self.specs), members))
 
     def add(self, node: fx.Node, spec: Spec | Reduced) -> None:
         """Make ``node`` a member, and all nodes that must or should join because of it.
@@ -313,7 +311,7 @@ class Growth:
             CannotTake: such a node cannot join.
         """
         while True:
-            between = self._between(part, ignored)
+            between = back_to(self.joint, part, part & self.computed(), ignored)
             after = self._after_loops(part, between)
             if after and not self._phase_reads(part, after):
                 first = next(n for n in between if n in after)
@@ -376,24 +374,6 @@ class Growth:
         waits = any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
         reason = COMPLETE if waits else "lies on a path that leaves the region and comes back"
         raise CannotTake(node, reason)
-
-    def _between(self, part: set[fx.Node], ignored: fx.Node | None) -> list[fx.Node]:
-        index = self.joint.index
-        sources = part & self.computed()
-        first = min(map(index.__getitem__, sources), default=len(index))
-        before: set[fx.Node] = set()  # nodes that the part depends on, after its first source
-        stack = list(part)
-        while stack:
-            for operand in stack.pop().all_input_nodes:
-                if index[operand] > first and operand is not ignored:
-                    if operand not in part and operand not in before:
-                        before.add(operand)
-                        stack.append(operand)
-        between: dict[fx.Node, None] = {}
-        for node in self.joint.sorted(before):
-            if any(i in sources or i in between for i in node.all_input_nodes):
-                between[node] = None
-        return list(between)
 
 
 def _conflict(spec: Spec | Reduced, other: Spec | Reduced) -> str:

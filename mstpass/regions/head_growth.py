@@ -37,6 +37,7 @@ from mstpass.graph.tokens import SUM, CannotTake, Reduced, Refusal
 from mstpass.regions.attention_seeds import Seed
 from mstpass.regions.round_trips import Paths
 from mstpass.regions.sums_of_sums import sums_of_sums
+from mstpass.walk import walk_once
 
 Held = HeadDim | Reduced
 ANOTHER = "already belongs to another region"
@@ -251,10 +252,8 @@ class HeadGrowth:
     def _core_of_backward(self, seed: fx.Node, paths: Paths) -> set[fx.Node]:
         """The backward's members computed from the seed's, up to the first path that leaves."""
         of_seed = self._computed_with(seed)
-        core: set[fx.Node] = set()
-        for node in paths.nodes:
-            if node in paths.part and not (core | of_seed).isdisjoint(node.all_input_nodes):
-                core.add(node)
+        inside = lambda node: (user for user in node.users if user in paths.part)
+        core = set(walk_once((user for node in of_seed for user in inside(node)), inside))
         return core - paths.after(core)
 
     def _computed_with(self, seed: fx.Node) -> set[fx.Node]:

@@ -75,7 +75,7 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
         needs = operand_rows(node, (ROWS,))
         if isinstance(needs, Refusal):
             raise CannotTake(node, needs.reason)
-        _add_mask(joint, node, needs, masks)
+        _add_mask(node, needs, masks)
         held[node] = (ROWS,)
         for item in node.users:
             if is_summed(item):
@@ -121,7 +121,7 @@ def _check_rows(item: fx.Node, attention: fx.Node) -> None:
         raise CannotTake(item, PADDED)
 
 
-def _add_mask(joint: JointGraph, node: fx.Node, needs: object, masks: dict[fx.Node, Spec]) -> None:
+def _add_mask(node: fx.Node, needs: object, masks: dict[fx.Node, Spec]) -> None:
     """Add the large values that the attention's mask is computed from, with their rows.
 
     Raises:

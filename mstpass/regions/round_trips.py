@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 from torch import fx
 
+from mstpass.walk import walk_once
+
 Neighbors = Callable[[fx.Node], Iterable[fx.Node]]
 
 
@@ -53,10 +55,8 @@ class Paths:
         """
         before = self._by_way_of_others(core, self.nodes[::-1], lambda node: node.users)
         after = self.after(core)
-        from_core = set(core)
-        for node in self.nodes:
-            if node in self.part and any(n in from_core for n in node.all_input_nodes):
-                from_core.add(node)
+        members = lambda node: (user for user in node.users if user in self.part)
+        from_core = set(walk_once(core, members))
         shared = {n for node in after for n in node.all_input_nodes if n in self.part - from_core}
         for node in self.nodes:
             operands = node.all_input_nodes

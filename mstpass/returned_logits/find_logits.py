@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
-from mstpass.graph.joint import ancestors
+from mstpass.graph.joint import ancestors, descendants
 from mstpass.graph.op_table import row_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
@@ -138,7 +138,7 @@ class _Finder:
 
     def _no_head(self, product: fx.Node) -> str | None:
         """Empty if the product is a head; None if it is none; else why that is not certain."""
-        below = _downstream(product)
+        below = descendants([product])
         refusals = [self._between(product, below, loss) for loss in self.losses if loss in below]
         if "" in refusals:
             return ""
@@ -194,15 +194,3 @@ def _large_operands(node: fx.Node, calls: Iterable[AtenCall]) -> Iterator[fx.Nod
         if value is not None and result is not None:
             if joins or generic_shape(value).numel() >= generic_shape(result).numel():
                 yield operand
-
-
-def _downstream(node: fx.Node) -> set[fx.Node]:
-    """The node and all nodes that depend on it."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        latest = stack.pop()
-        if latest not in found:
-            found.add(latest)
-            stack.extend(latest.users)
-    return found

@@ -22,7 +22,7 @@ the same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 import torch
 from torch import fx
@@ -30,12 +30,12 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import done
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.joint import is_tangent, nbytes, value_of
+from mstpass.graph.joint import descendants, is_tangent, nbytes, value_of
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
 from mstpass.torch_internals.graphs import OpOverload
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 _LOOP = torch.ops.higher_order.while_loop
 
@@ -72,7 +72,7 @@ def recomputation_waits(graph: fx.Graph) -> Waits:
     """What the first kernel of each recomputation waits for (1). The graph does not change."""
     nodes = list(graph.nodes)
     index = {node: i for i, node in enumerate(nodes)}
-    gradients = _descendants(filter(is_tangent, nodes))
+    gradients = descendants(filter(is_tangent, nodes))
     waits: Waits = {}
     alive: tuple[fx.Node, ...] = ()
     last = 0
@@ -89,17 +89,6 @@ def recomputation_waits(graph: fx.Graph) -> Waits:
             waits[node] = alive
         last = here
     return waits
-
-
-def _descendants(sources: Iterable[fx.Node]) -> set[fx.Node]:
-    stack = list(sources)
-    found = set(stack)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found:
-                found.add(user)
-                stack.append(user)
-    return found
 
 
 def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Node]:
@@ -185,14 +174,9 @@ def _has_no_kernel(node: fx.Node) -> bool:
 
 def _operand_bytes(node: fx.Node) -> int:
     """The bytes of the buffers, parameters left out, that a pointwise value is computed from."""
-    buffers: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for operand in map(viewed, stack.pop().all_input_nodes):
-            if operand not in seen:
-                seen.add(operand)
-                (stack if _has_no_kernel(operand) else buffers).append(operand)
+    operands = lambda n: map(viewed, n.all_input_nodes)
+    read = walk_once(operands(node), lambda n: operands(n) if _has_no_kernel(n) else ())
+    buffers = (n for n in read if not _has_no_kernel(n))
     return sum(nbytes(n) for n in buffers if not str(n.target).startswith("primals"))
 
 
@@ -219,7 +203,7 @@ def gradient_waits(graph: fx.Graph, only: Set[fx.Node] | None = None) -> Waits:
 
 def _reads_shared_recomputation(graph: fx.Graph) -> set[fx.Node]:
     """The heavy ops that read a recomputed value which other gradients read as well."""
-    gradients = _descendants(filter(is_tangent, graph.find_nodes(op="placeholder")))
+    gradients = descendants(filter(is_tangent, graph.find_nodes(op="placeholder")))
 
     def is_shared(value: fx.Node, reader: fx.Node) -> bool:
         if value in gradients or _kernel(value) is None:
@@ -281,11 +265,5 @@ def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def _copied_operands(last: fx.Node, copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """A copy and the copies that it is computed from, without views."""
-    found: set[fx.Node] = set()
-    stack = [last]
-    while stack:
-        node = stack.pop()
-        if node in copies and node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
+    found = walk_once([last], lambda node: filter(copies.__contains__, node.all_input_nodes))
     return {node for node in found if not ops.is_cheap_view(node)}

@@ -14,7 +14,7 @@ from mstpass.graph.joint import value_of
 from mstpass.graph.positions.exact import checked
 from mstpass.graph.positions.pieces import Number, Pieces, Shape, whole
 from mstpass.graph.positions.polynomials import Poly, TooComplicated, const, of_size
-from mstpass.graph.sizes import Size, is_size
+from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.graphs import schema_of
 
@@ -106,10 +106,6 @@ def number_of(given: object) -> Number:
 def name_of_op(node: fx.Node) -> str:
     """The op without its overload, such as ``aten::add``."""
     return schema_of(node.target).name  # type: ignore[arg-type]
-
-
-def size_of(size: Size) -> Poly:
-    return of_size(size)
 
 
 def exactly(call: Call, value: Pieces) -> Pieces:

@@ -13,6 +13,7 @@ from mstpass.graph.positions.pieces import Pieces
 from mstpass.graph.positions.polynomials import TooComplicated
 from mstpass.graph.sizes import is_size
 from mstpass.torch_internals.graphs import OpOverload
+from mstpass.walk import walk_once
 
 _RULES = {**sources.RULES, **pointwise.RULES, **views.RULES, **sums.RULES}
 
@@ -42,13 +43,8 @@ class Positions:
 
     def value(self, node: fx.Node) -> Pieces | Unknown:
         """The tensor that a node computes, at every position."""
-        missing: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            if one not in self._known and one not in missing and not is_size(one):
-                missing.add(one)
-                stack += one.all_input_nodes
+        unknown = lambda nodes: (n for n in nodes if n not in self._known and not is_size(n))
+        missing = walk_once(unknown([node]), lambda one: unknown(one.all_input_nodes))
         for one in self._joint.sorted(missing):
             self._known[one] = self._evaluated(one)
         return self._known[node]

@@ -42,7 +42,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
@@ -213,11 +213,11 @@ class _Body:
     def _from_rows(self, rows: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
         """``[c, rest]`` in chunk form: the tokens or heads in their places."""
         layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
-        built = self._reshaped(rows, layout.ordered)
+        built = self.sizes.reshaped(rows, layout.ordered)
         if layout.order != sorted(layout.order):
             built = self.builder.call(aten.permute.default, built, layout.inverse)
         (shape,) = self.axis.chunk_shapes(node, spec, self.rows)
-        return self._reshaped(built, shape)
+        return self.sizes.reshaped(built, shape)
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
         """What the body returns for a node: ``[c, rest]``, or the partial sum as it is."""
@@ -226,17 +226,12 @@ class _Body:
             return built
         shape, dim = self.axis.stacked(node.meta["val"].shape, spec, self.rows)
         if dim:
-            return self._reshaped(built, shape)
+            return self.sizes.reshaped(built, shape)
         layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
-        built = self._reshaped(built, layout.apart)
+        built = self.sizes.reshaped(built, layout.apart)
         if layout.order != sorted(layout.order):
             built = self.builder.call(aten.permute.default, built, layout.order)
-        return self._reshaped(built, layout.shape)
-
-    def _reshaped(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        if same_shape(node.meta["val"].shape, fake_values(shape)):
-            return node
-        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
+        return self.sizes.reshaped(built, layout.shape)
 
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
@@ -305,7 +300,7 @@ class _Body:
         shape = list(values.meta["val"].shape)
         for dim in found.dims:
             shape[dim] = 1
-        summed = exponentials(self.builder, values, self._reshaped(maximum, shape), found)
+        summed = exponentials(self.builder, values, self.sizes.reshaped(maximum, shape), found)
         if self.valid is not None:
             summed = self._masked(summed, spec)
         return self.builder.call(node.target, summed, *node.args[1:])
@@ -373,10 +368,10 @@ class _Body:
         assert self.valid is not None, "the valid is known"
         value = node.meta["val"]
         apart, repeated, shape = self.axis.mask_shapes(value.shape, spec, self.chunk_tokens)
-        valid = self._reshaped(self.valid, apart)
+        valid = self.sizes.reshaped(self.valid, apart)
         if not same_shape(apart, repeated):
             valid = self.builder.call(aten.expand.default, valid, repeated)
-        valid = self._reshaped(valid, shape)
+        valid = self.sizes.reshaped(valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
 

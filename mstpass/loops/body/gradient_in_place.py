@@ -33,7 +33,7 @@ from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
 from mstpass.graph.materialization import REALIZE, materialize
 from mstpass.graph.token_rules.arguments import dims_of, has_argument
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 aten = torch.ops.aten
 
@@ -133,18 +133,9 @@ def _reads_wide(node: fx.Node, product: fx.Node) -> bool:
 
 def _read_by(node: fx.Node) -> set[fx.Node]:
     """What a value is computed from, itself or by pointwise values and views."""
-    found: set[fx.Node] = set()
-    stack, seen = [node], {node}
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand in seen:
-                continue
-            seen.add(operand)
-            if ops.is_pointwise(operand) or ops.is_cheap_view(operand):
-                stack.append(operand)
-            else:
-                found.add(operand)
-    return found
+    inlined = lambda n: ops.is_pointwise(n) or ops.is_cheap_view(n)
+    further = lambda n: n.all_input_nodes if inlined(n) else ()
+    return {n for n in walk_once(node.all_input_nodes, further) if not inlined(n)}
 
 
 def _reading(builder: Builder, gradient: fx.Node, product: fx.Node, any_length: bool) -> fx.Node:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from mstpass.partition.reconstruct.rule import Inverse
 from mstpass.problem.problem import CutProblem
+from mstpass.walk import walk_once
 
 FREE, SAVED, ALSO_SAVED, RECOMPUTED = "free", "saved", "also saved", "recomputed"
 
@@ -99,19 +100,14 @@ class Derivations:
 
     def support(self, available: Available, roots: Iterable[int]) -> list[int]:
         """The roots, and all values that their derivations read."""
-        found: dict[int, None] = {}
-        stack = list(roots)
-        while stack:
-            i = stack.pop()
-            if i in found:
-                continue
-            found[i] = None
+
+        def sources(i: int) -> Iterable[int]:
             how = available[i]
             if isinstance(how, Inverse):
-                stack += [self.index[name] for name in how.sources]
-            elif how == RECOMPUTED:
-                stack += [self.index[name] for name in self.values[i].inputs]
-        return list(found)
+                return (self.index[name] for name in how.sources)
+            return (self.index[name] for name in self.values[i].inputs if how == RECOMPUTED)
+
+        return list(walk_once(roots, sources))
 
 
 class _FixedPoint:

@@ -16,6 +16,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
+from mstpass.walk import walk_once
 
 
 def is_compared(value: fx.Node) -> bool:
@@ -23,16 +24,8 @@ def is_compared(value: fx.Node) -> bool:
 
     That is by pointwise ops, views, and ops that move elements; in the bodies of loops as well.
     """
-    seen = {value}
-    stack = [value]
-    while stack:
-        for reader in _readers(stack.pop()):
-            if _jumps(reader):
-                return True
-            if reader not in seen and _hands_on(reader):
-                seen.add(reader)
-                stack.append(reader)
-    return False
+    handing_on = walk_once([value], lambda node: filter(_hands_on, _readers(node)))
+    return any(_jumps(reader) for node in handing_on for reader in _readers(node))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

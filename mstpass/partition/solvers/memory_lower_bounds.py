@@ -36,6 +36,7 @@ from mstpass.problem.op import (
     VIEW,
 )
 from mstpass.problem.problem import CutProblem, Value
+from mstpass.walk import walk_once
 
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
 _WRITTEN = frozenset({POINTWISE, REALIZED})  # run as kernels where they leave the graph
@@ -191,17 +192,9 @@ def _may_write_over(ops: Mapping[str, Value], op: Value) -> bool:
 
     It reads the buffers of its operands, and what those are computed from that have none.
     """
-    stack, seen = list(op.inputs), set[str]()
-    while stack:
-        name = stack.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name not in ops or ops[name].bytes == op.bytes or op.kind == SCATTER:
-            return True
-        if ops[name].kind not in _BUFFERS:
-            stack += ops[name].inputs
-    return False
+    further = lambda name: () if ops[name].kind in _BUFFERS else ops[name].inputs
+    fits = lambda name: name not in ops or ops[name].bytes == op.bytes or op.kind == SCATTER
+    return any(map(fits, walk_once(op.inputs, further)))
 
 
 def _certain_kernels(ops: Sequence[Value], leaving: Set[str]) -> set[int]:

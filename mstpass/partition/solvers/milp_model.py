@@ -39,6 +39,7 @@ import numpy as np
 from mstpass.problem.apply_modes import loop_values
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.walk import walk_once
 
 Row = dict[int, float]  # the coefficient of each variable, by the variable's number
 _NO_LIMIT = float("inf")
@@ -256,11 +257,5 @@ def _depending_on_tangents(values: list[Value], problem: CutProblem) -> set[str]
     for value in values:
         for name in value.inputs:
             users.setdefault(name, []).append(value.name)
-    stack = [value.name for value in problem.backward if not value.inputs]
-    found = set(stack)
-    while stack:
-        for user in users.get(stack.pop(), ()):
-            if user not in found:
-                found.add(user)
-                stack.append(user)
-    return found
+    tangents = (value.name for value in problem.backward if not value.inputs)
+    return set(walk_once(tangents, lambda name: users.get(name, ())))

@@ -15,10 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mstpass.memory.repeated_values import CHEAP_KINDS
-from mstpass.partition.solvers.memory_lower_bounds import (
-    BackwardBounds,
-    ForwardBounds,
-)
+from mstpass.partition.solvers.memory_lower_bounds import BackwardBounds, ForwardBounds
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
 
