@@ -63,7 +63,7 @@ def test_measured_points_are_met() -> None:
 
 
 def test_a_loop_without_products_takes_the_time_of_its_chunks() -> None:
-    assert SOME.loop_us(LoopWork(1000, (), result_bytes=1e6), 300) == 100 + 4 * 100
+    assert SOME.loop_us(LoopWork(1000, (), computed_bytes=1e6), 300) == 100 + 4 * 100
 
 
 @pytest.mark.parametrize("rows", [(), (256, 64), (0, 5), (64, 64)])

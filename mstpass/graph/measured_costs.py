@@ -15,7 +15,7 @@ and slowdowns. The third weighs more the less a chunk computes:
 The host of a GPU runs the loop while the GPU works, so there the larger of the two terms counts.
 
     time of a product    =  operations / rate  +  bytes moved / bandwidth
-    time of another op   =  bytes of the result / bandwidth
+    time of other ops    =  (bytes that fused kernels move + bytes moved meanwhile) / bandwidth
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class MeasuredCosts:
         """Ranks of one host share its memory."""
         return self._memory_us(work.sent_bytes)
 
-    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
-        """A CPU is as busy with computing an op's result as others are with moving it."""
-        return self._memory_us(result_bytes)
+    def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
+        """A core computes or waits for memory."""
+        return self._memory_us(computed_bytes + _uncached(moved_bytes))
 
     def _memory_us(self, num_bytes: float) -> float:
         return num_bytes / self.bytes_per_us
@@ -130,12 +130,14 @@ class MeasuredCosts:
         """Only products are slower in chunks: other ops find a chunk's values in the cache."""
         products_us = sum(self.product_us(p.whole) for p in work.products)
         loop_us = math.ceil(work.tokens / rows) * self.table.chunk_us
-        others_us = self.other_us(work.result_bytes, work.moved_bytes)
+        pieces = max(1.0, work.tokens / rows) * work.kernels
+        moved_bytes = pieces * _uncached(work.moved_bytes / pieces)
+        others_us = self._memory_us(work.computed_bytes + moved_bytes)
         return self.slowdown(work, rows) * products_us + others_us + loop_us
 
     def whole_us(self, work: LoopWork) -> float:
         products_us = sum(self.product_us(p.whole) for p in work.products)
-        return products_us + self.other_us(work.result_bytes, work.moved_bytes)
+        return products_us + self.other_us(work.computed_bytes, work.moved_bytes)
 
     def relative_time(self, work: LoopWork, rows: int) -> float:
         matmul_us = rows * work.operations_per_token / self.rate(work.dtype)
@@ -149,6 +151,11 @@ class MeasuredCosts:
 
     def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
         return _least_multiple(lambda rows: self.table.slowdown_at(rows) <= limit)
+
+
+def _uncached(num_bytes: float) -> float:
+    """What a kernel moves: what lies in a cache is moved in a small part of the time."""
+    return num_bytes * max(_CACHED, min(1.0, num_bytes / _LARGE_BYTES))
 
 
 def _least_multiple(fast_enough: Callable[[int], bool]) -> int:
@@ -200,4 +207,6 @@ class MeasuredGpuCosts(GpuCosts):
 
 
 _LEAST_US = 1e-9
+_CACHED = 0.15
+_LARGE_BYTES = 2**26
 _TOLERABLE = 1.10

@@ -60,17 +60,19 @@ def pointwise_rows() -> dict[Any, Row]:
             ),
             pointwise(first_only),
         ),
-        aten.exp.default: _function(*_POSITIVE, slow_on_cpu=True, inverses=("function",)),
-        aten.log.default: pointwise(slow_on_cpu=True, inverses=("function",)),
-        aten.sigmoid.default: _function(0.0, 1.0, slow_on_cpu=True, inverses=("function",)),
-        aten.tanh.default: _function(-1.0, 1.0, slow_on_cpu=True, inverses=("function",)),
-        aten.softplus.default: pointwise(inverses=("function",)),
+        aten.exp.default: _function(*_POSITIVE, work=2.4, slow_on_cpu=True, inverses=("function",)),
+        aten.log.default: pointwise(work=3, slow_on_cpu=True, inverses=("function",)),
+        aten.sigmoid.default: _function(0.0, 1.0, work=3, slow_on_cpu=True, inverses=("function",)),
+        aten.tanh.default: _function(-1.0, 1.0, work=9, slow_on_cpu=True, inverses=("function",)),
+        aten.softplus.default: pointwise(work=8, inverses=("function",)),
         **dict.fromkeys(
-            (aten.log10.default, aten.log1p.default, aten.log2.default), pointwise(slow_on_cpu=True)
+            (aten.log10.default, aten.log1p.default, aten.log2.default),
+            pointwise(work=5, slow_on_cpu=True),
         ),
         **dict.fromkeys(
-            (aten.cos.default, aten.sin.default, aten.erf.default), _function(-1.0, 1.0)
+            (aten.cos.default, aten.sin.default, aten.erf.default), _function(-1.0, 1.0, work=3)
         ),
+        **dict.fromkeys((aten.pow.Tensor_Tensor, aten.pow.Scalar), pointwise(work=14)),
         **dict.fromkeys((aten.abs.default, aten.sqrt.default), _function(*_POSITIVE)),
         aten.relu.default: _function(*_POSITIVE, inverses=("relu mask",)),
         aten.rsqrt.default: _function(5e-20, math.inf),  # of a finite number in float32
