@@ -15,7 +15,12 @@ and slowdowns. The third weighs more the less a chunk computes:
 The host of a GPU runs the loop while the GPU works, so there the larger of the two terms counts.
 
     time of a product    =  operations / rate  +  bytes moved / bandwidth
-    time of other ops    =  (bytes that fused kernels move + bytes moved meanwhile) / bandwidth
+    time of other ops    =  (bytes moved while they are computed + bytes that they move) / bandwidth
+
+In a loop, what a kernel moves lies in a cache, or at least in pages that were there before: memory
+of 32 MiB and more is new for every value, and the system clears it first. Measured 2026-11-28 on 2
+cores of an AMD EPYC, fp32, torch 2.13, two threads: ``x + 1`` takes 0.06 to 0.14 ns an element for
+4 and 16 MiB, and 0.9 ns for 64 MiB, of which reading takes 0.1 ns; one thread takes twice as long.
 """
 
 from __future__ import annotations
@@ -116,8 +121,8 @@ class MeasuredCosts:
         return self._memory_us(work.sent_bytes)
 
     def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
-        """A core computes or waits for memory."""
-        return self._memory_us(computed_bytes + _uncached(moved_bytes))
+        """Other ops once they are fused: a core computes or waits for memory."""
+        return self._memory_us(computed_bytes + moved_bytes)
 
     def _memory_us(self, num_bytes: float) -> float:
         return num_bytes / self.bytes_per_us
@@ -127,7 +132,7 @@ class MeasuredCosts:
 
     # ---- loops ---------------------------------------------------------------------------------
     def loop_us(self, work: LoopWork, rows: int) -> float:
-        """Only products are slower in chunks: other ops find a chunk's values in the cache."""
+        """Products are slower in chunks, and other ops find a chunk's values in the cache."""
         products_us = sum(self.product_us(p.whole) for p in work.products)
         loop_us = math.ceil(work.tokens / rows) * self.table.chunk_us
         pieces = max(1.0, work.tokens / rows) * work.kernels
@@ -154,7 +159,7 @@ class MeasuredCosts:
 
 
 def _uncached(num_bytes: float) -> float:
-    """What a kernel moves: what lies in a cache is moved in a small part of the time."""
+    """The bytes from memory that take as long as those that one kernel of a chunk moves."""
     return num_bytes * max(_CACHED, min(1.0, num_bytes / _LARGE_BYTES))
 
 
@@ -207,6 +212,6 @@ class MeasuredGpuCosts(GpuCosts):
 
 
 _LEAST_US = 1e-9
-_CACHED = 0.15
-_LARGE_BYTES = 2**26
+_CACHED = 0.15  # the time of what a cache holds, as a part of that from memory
+_LARGE_BYTES = 2**26  # no cache holds so much
 _TOLERABLE = 1.10

@@ -29,10 +29,10 @@ def moved_bytes(joint: JointGraph, node: fx.Node) -> float:
 
 
 def computed_bytes(node: fx.Node) -> float:
-    """The bytes that a CPU moves while it computes a fused op; 0 for calls and views."""
+    """The bytes that a CPU could move while it computes a fused op; 0 for calls and views."""
     if node.op != "call_function" or is_size(node) or not _is_fused(node):
         return 0.0
-    if ops.is_scatter(node):  # a kernel of its own
+    if ops.is_scatter(node):  # a kernel of its own: a copy, and what is written
         return 2 * nbytes(node)
     return ops.row(node).work * sum(map(hint_numel, tensors_of(node.meta.get("val"))))
 
