@@ -88,7 +88,7 @@ def test_a_fused_op_costs_what_it_computes() -> None:
 
 def test_a_loop_finds_a_chunks_values_in_the_cache() -> None:
     loop = LoopWork(1000, (), moved_bytes=1e9)
-    assert SOME.loop_us(loop, 10) < 0.3 * SOME.whole_us(loop)
+    assert SOME.loop_us(loop, 10) < 0.4 * SOME.whole_us(loop)
     assert SOME.loop_us(loop, 1000) >= SOME.whole_us(loop), "no cache holds it"
 
 

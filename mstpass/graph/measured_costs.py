@@ -212,6 +212,6 @@ class MeasuredGpuCosts(GpuCosts):
 
 
 _LEAST_US = 1e-9
-_CACHED = 0.15  # the time of what a cache holds, as a part of that from memory
+_CACHED = 0.25  # the time of what a cache holds, as a part of that from memory
 _LARGE_BYTES = 2**26  # no cache holds so much
 _TOLERABLE = 1.10
