@@ -18,8 +18,10 @@ from mstpass.bench import measure_chunk_costs
 from mstpass.graph import device_costs
 from mstpass.graph.device_costs import GOOD, Costs
 from mstpass.graph.gpu_costs import GpuCosts
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
+from mstpass.graph.node_cost import time_us
 from mstpass.graph.products import ROWS, Product, TokenProduct
 from mstpass.options import Options
 from tests.checks import joint_graph
@@ -63,7 +65,31 @@ def test_measured_points_are_met() -> None:
 
 
 def test_a_loop_without_products_takes_the_time_of_its_chunks() -> None:
-    assert SOME.loop_us(LoopWork(1000, (), result_bytes=1e6), 300) == 100 + 4 * 100
+    assert SOME.loop_us(LoopWork(1000, (), computed_bytes=1e6), 300) == 100 + 4 * 100
+
+
+def test_a_fused_op_costs_what_it_computes() -> None:
+    """Six cheap ops in one kernel add little to its time; six slow ones more than its traffic."""
+
+    def us(op: Callable[[torch.Tensor], torch.Tensor], times: int) -> float:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(times):
+                x = op(x)
+            return x.sum()
+
+        joint = JointGraph(*joint_graph(loss, torch.ones(2**20, requires_grad=True)))
+        return sum(time_us(joint, node) for node in joint.forward)
+
+    for op in (torch.neg, torch.relu, lambda x: torch.where(x > 2, x, x + 1.0)):
+        assert us(op, 7) < 2.2 * us(op, 1)
+    for op in (torch.exp, torch.tanh, torch.erf):
+        assert us(op, 7) > 3 * us(op, 1)
+
+
+def test_a_loop_finds_a_chunks_values_in_the_cache() -> None:
+    loop = LoopWork(1000, (), moved_bytes=1e9)
+    assert SOME.loop_us(loop, 10) < 0.4 * SOME.whole_us(loop)
+    assert SOME.loop_us(loop, 1000) >= SOME.whole_us(loop), "no cache holds it"
 
 
 @pytest.mark.parametrize("rows", [(), (256, 64), (0, 5), (64, 64)])

@@ -41,7 +41,7 @@ def head(tokens: int, width: int, vocabulary: int, dtype: torch.dtype = BF16) ->
         for size, tokens_in in sizes
     )
     moved_bytes = 2 * n * v * dtype.itemsize  # logits are read once, their gradient written once
-    return LoopWork(n, products, result_bytes=moved_bytes, moved_bytes=moved_bytes, kernels=5)
+    return LoopWork(n, products, computed_bytes=moved_bytes, moved_bytes=moved_bytes, kernels=5)
 
 
 # ---- figures that are known --------------------------------------------------------------------

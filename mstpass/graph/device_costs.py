@@ -62,8 +62,8 @@ class Costs(Protocol):
 
     def exchange_us(self, work: ExchangeWork) -> float: ...
 
-    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
-        """The time of other ops: by their results, or by what they move once they are fused."""
+    def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
+        """The time of other ops: by what they compute and move once they are fused (traffic.py)."""
 
     def loop_us(self, work: LoopWork, rows: int) -> float:
         """The time of a loop in chunks of ``rows`` tokens."""

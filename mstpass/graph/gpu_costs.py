@@ -139,7 +139,7 @@ class GpuCosts:
         between_us = (1 - near) * work.sent_bytes / links.between_bytes_per_us
         return KERNEL_US + max(inside_us, between_us) / LINK
 
-    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
+    def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
         return self.memory_us(moved_bytes)
 
     def memory_us(self, num_bytes: float) -> float:
@@ -162,7 +162,7 @@ class GpuCosts:
         """The time of one chunk of ``rows`` tokens."""
         products_us = sum(map(self.product_us, work.products_of_chunk(rows)))
         share = rows / work.tokens
-        others_us = self.other_us(work.result_bytes * share, work.moved_bytes * share)
+        others_us = self.other_us(work.computed_bytes * share, work.moved_bytes * share)
         others_us += KERNEL_US * (work.kernels - len(work.products))
         return max(products_us + others_us, HOST_CHUNK_US + HOST_KERNEL_US * work.kernels)
 
@@ -173,7 +173,7 @@ class GpuCosts:
     def whole_us(self, work: LoopWork) -> float:
         """The time of the same work in one piece."""
         products_us = sum(self.product_us(p.whole) for p in work.products)
-        return products_us + self.other_us(work.result_bytes, work.moved_bytes)
+        return products_us + self.other_us(work.computed_bytes, work.moved_bytes)
 
     def relative_time(self, work: LoopWork, rows: int) -> float:
         """The time of the loop for a token, relative to that in one piece."""

@@ -14,11 +14,11 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import summands
 from mstpass.graph.heads import is_attention
-from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.products import Product, TokenProduct, head_product, joined, token_product
 from mstpass.graph.sizes import hint
 from mstpass.graph.tokens import Spec
-from mstpass.graph.traffic import moved_bytes
+from mstpass.graph.traffic import computed_bytes, moved_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,14 @@ class LoopWork:
 
     Attributes:
         products: the products whose sizes depend on the tokens.
-        result_bytes: results of all other ops.
+        computed_bytes: what a CPU moves while it computes all other ops (traffic.py).
         moved_bytes: what all other ops read and write once they are fused (traffic.py).
         kernels: about how many kernels one chunk runs.
     """
 
     tokens: int
     products: tuple[TokenProduct, ...]
-    result_bytes: float = 0.0
+    computed_bytes: float = 0.0
     moved_bytes: float = 0.0
     kernels: int = 1
 
@@ -72,7 +72,7 @@ class LoopWork:
             self,
             tokens=tokens,
             products=tuple(p.over(tokens) for p in self.products),
-            result_bytes=self.result_bytes * growth,
+            computed_bytes=self.computed_bytes * growth,
             moved_bytes=self.moved_bytes * growth,
         )
 
@@ -138,7 +138,7 @@ def _work(
     num_tokens: int,
     product_in_loop: Callable[[fx.Node, Spec | None], TokenProduct | None],
 ) -> LoopWork:
-    products, result_bytes, moved = [], 0, 0.0
+    products, computed, moved = [], 0.0, 0.0
     stages: dict[fx.Node, int] = {}
     kernels = set()
     for node, spec in members.items():
@@ -151,10 +151,10 @@ def _work(
         if product is not None:
             products.append(product)
         else:
-            result_bytes += nbytes(node)
+            computed += computed_bytes(node)
             moved += moved_bytes(joint, node)
             kernels.add(stages[node])
-    return LoopWork(num_tokens, tuple(products), result_bytes, moved, len(products) + len(kernels))
+    return LoopWork(num_tokens, tuple(products), computed, moved, len(products) + len(kernels))
 
 
 def _ends_stage(node: fx.Node) -> bool:

@@ -16,9 +16,9 @@ from mstpass.graph.collectives import is_wait
 from mstpass.graph.convolution_work import convolution_work
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.exchange_work import exchange_work
-from mstpass.graph.joint import JointGraph, nbytes, tensors_of
+from mstpass.graph.joint import JointGraph, tensors_of
 from mstpass.graph.products import product_of
-from mstpass.graph.traffic import moved_bytes
+from mstpass.graph.traffic import computed_bytes, moved_bytes
 
 
 def time_us(joint: JointGraph, node: fx.Node) -> float:
@@ -40,7 +40,7 @@ def time_us(joint: JointGraph, node: fx.Node) -> float:
     attention = attention_work(node)
     if attention is not None:
         return costs.attention_us(attention, moved)
-    return costs.other_us(nbytes(node), moved)
+    return costs.other_us(computed_bytes(node), moved)
 
 
 def flops(node: fx.Node) -> int:

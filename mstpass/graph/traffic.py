@@ -17,8 +17,8 @@ from __future__ import annotations
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.sizes import is_size
+from mstpass.graph.joint import JointGraph, nbytes, tensors_of
+from mstpass.graph.sizes import hint_numel, is_size
 
 _FUSED_KINDS = frozenset({"pointwise", "reduce", "create", "index"})
 
@@ -26,6 +26,15 @@ _FUSED_KINDS = frozenset({"pointwise", "reduce", "create", "index"})
 def moved_bytes(joint: JointGraph, node: fx.Node) -> float:
     """Bytes that the op reads and writes; 0 for views and for nodes that are no calls."""
     return joint.cached(_Traffic).moved_bytes(node)
+
+
+def computed_bytes(node: fx.Node) -> float:
+    """The bytes that a CPU could move while it computes a fused op; 0 for calls and views."""
+    if node.op != "call_function" or is_size(node) or not _is_fused(node):
+        return 0.0
+    if ops.is_scatter(node):  # a kernel of its own: a copy, and what is written
+        return 2 * nbytes(node)
+    return ops.row(node).work * sum(map(hint_numel, tensors_of(node.meta.get("val"))))
 
 
 class _Traffic:

@@ -130,6 +130,8 @@ class Row:
         reads_elsewhere: it reads its operand at other places than it writes.
         slow_on_cpu: a pointwise op that Inductor does not compute again for every reader there
             (StorageBox.should_realize_on_reuse there; in older versions only exp and sigmoid).
+        work: how long a CPU computes an element of the result in a fused kernel, as the bytes that
+            memory moves meanwhile.
         writes_anywhere: a call for which Inductor allocates the result (ExternKernelOut, there), so
             that it can be a part of a buffer.
     """
@@ -156,6 +158,7 @@ class Row:
     runs: str = ""
     reads_elsewhere: bool = False
     slow_on_cpu: bool = False
+    work: float = 0.3
     writes_anywhere: bool = False
 
     @property
