@@ -25,12 +25,11 @@ from mstpass.partition.solvers.candidate import (
     baseline,
     fewest_saved_bytes,
 )
+from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.regions.advice import TOO_LONG, UNDER_BUDGET
-
-Regions = Sequence[RegionCandidates]
 
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
@@ -49,13 +48,12 @@ class _Compared(NamedTuple):
 
 
 def reasons_left_whole(
-    problem: CutProblem, plan: Plan, left: Regions, candidates: Regions, limit: Limit
+    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], limit: Limit
 ) -> list[str]:
     """The reason for each region, in order.
 
     Args:
         left: regions that have no loops in the plan.
-        candidates: all regions.
         limit: what the plan may take.
     """
     if not left:
@@ -75,15 +73,15 @@ def reasons_left_whole(
     reasons = [found[candidate.region] for candidate in left]
     if room < 0 or not limit.is_free or all(TOO_LONG in reason for reason in reasons):
         return reasons
-    more = _under_a_budget(problem, plan, candidates, simulation.peak_bytes)
+    more = _under_a_budget(problem, plan, simulation.peak_bytes)
     return [reason if TOO_LONG in reason else reason + more for reason in reasons]
 
 
-def _under_a_budget(problem: CutProblem, plan: Plan, every: Regions, peak_bytes: int) -> str:
+def _under_a_budget(problem: CutProblem, plan: Plan, peak_bytes: int) -> str:
     """What all regions together would gain from loops that take more time; "" if nothing."""
-    leanest = {c.region: min((p.bytes_after, mode) for mode, p in c.plans)[1] for c in every}
+    modes = {**plan.modes, **least_memory_modes(problem)}
     try:
-        least_bytes = fewest_saved_bytes(problem, {**plan.modes, **leanest}).peak_bytes
+        least_bytes = fewest_saved_bytes(problem, modes).peak_bytes
     except (Cycle, nx.NetworkXUnbounded):
         return ""
     lower = (

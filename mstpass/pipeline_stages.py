@@ -102,9 +102,7 @@ class Planned:
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
         reasons: list[str] = []
         with self.runner.left_out("why regions stay whole"):
-            reasons = reasons_left_whole(
-                self.problem, self.plan, whole, self.candidates, self.limit
-            )
+            reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
         told = zip(whole, reasons, strict=False)  # none if that failed
         return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 

@@ -203,7 +203,8 @@ def test_plans_are_valid_where_a_checkpoint_repeats_a_collective(mesh: Any) -> N
     joint = JointGraph(*joint_graph(Ulysses(), torch.randn(2, N // 2, D, requires_grad=True)))
     free, least = (_run(joint, chunk_tokens=None, memory_budget=b) for b in ("free", 0.0))
     assert least.outcome.save_plan is not None and least.memory is not None
-    assert not least.outcome.notes and least.outcome.save_plan.solver == "peak_search"
+    assert all("times as long" in note for note in least.outcome.notes)
+    assert least.outcome.save_plan.solver == "peak_search"
     assert ("attention", "recompute") in {(r.kind, r.mode) for r in least.outcome.regions}
     assert free.memory is not None and least.memory.peak_bytes < free.memory.peak_bytes
     assert least.modules is not None

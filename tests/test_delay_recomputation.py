@@ -52,7 +52,7 @@ def test_nothing_waits_if_no_matmul_is_recomputed() -> None:
 
 def test_what_a_loop_reads_waits_for_the_loop_before_it() -> None:
     """A norm before attention's loop is not recomputed beside the MLP's loop, which ends later."""
-    model, ids, labels = llama(LlamaSize(32, 2, 4, 96, 200, 1024), torch.device("cpu"))
+    model, ids, labels = llama(LlamaSize(32, 2, 4, 160, 200, 1024), torch.device("cpu"))
     joint, outputs = joint_graph(model, ids, labels)
     result = pipeline.run(joint, Options(memory_budget=0.0), num_fwd_outputs=outputs)
     assert result.modules is not None
