@@ -118,7 +118,8 @@ class Kernels:
                 return
         if self._is_kernel(op, value):
             self.read_by[name] = value.reads
-            self.results[name] = self._results_of(op)
+            items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
+            self.results[name] = items or [name]
             elsewhere = frozenset([buffer for buffer, places in value.loads if places])
             self.read_apart[name] = value.apart & elsewhere
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
@@ -131,15 +132,6 @@ class Kernels:
                 self._loops_end[name] = value.loops_end.intersection(op.outer_sizes)
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
-
-    def _results_of(self, op: Op) -> list[str]:
-        """The buffers that a kernel writes; those that nobody reads exist while it runs."""
-        items = [user for user in self.users.get(op.name, ()) if self.op[user].kind == ITEM]
-        # What a loop, which has a workspace, writes over an operand is no result of its own.
-        if op.kind == CALL and items and not op.inner_bytes:
-            others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
-            self.op[op.name] = dataclasses.replace(op, inner_bytes=others)
-        return items or [op.name]
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""

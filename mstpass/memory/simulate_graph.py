@@ -35,7 +35,7 @@ from mstpass.memory.own_loops import (
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
-from mstpass.problem.op import SCATTER, VIEW, Op
+from mstpass.problem.op import CALL, ITEM, SCATTER, VIEW, Op
 
 aten = torch.ops.aten
 
@@ -173,7 +173,7 @@ def _is_on_cpu(node: fx.Node) -> bool:
 def _inner_bytes(node: fx.Node) -> int:
     """The workspace of a call: for a loop, the peak of one chunk, with its rows from the host."""
     if node.target is not mst_loop:
-        return node_workspace_bytes(node)
+        return node_workspace_bytes(node) or _unread_bytes(node)
     root = node.graph.owning_module
     body = node.args[0]
     assert root is not None and isinstance(body, fx.Node), "the root is known, the body is a node"
@@ -182,6 +182,15 @@ def _inner_bytes(node: fx.Node) -> int:
     from_host = {operand.name for operand in node.args[5] if rows_on_host(operand)}  # type: ignore[union-attr, arg-type]
     rows_bytes = sum(size for name, size in operands_in_rows(node) if name in from_host)
     return body_bytes(graph, parts) + rows_bytes
+
+
+def _unread_bytes(node: fx.Node) -> int:
+    """Bytes of those results of a call that nobody reads, where others are read: a sort's indices
+    exist while it runs."""
+    items = [user for user in node.users if kind_of(user) == ITEM]
+    if not items or kind_of(node) != CALL:
+        return 0
+    return max(0, buffer_bytes(node) - sum(map(buffer_bytes, items)))
 
 
 def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
