@@ -135,7 +135,7 @@ class MeasuredCosts:
         """Products are slower in chunks, and other ops find a chunk's values in the cache."""
         products_us = sum(self.product_us(p.whole) for p in work.products)
         loop_us = math.ceil(work.tokens / rows) * self.table.chunk_us
-        pieces = max(1.0, work.tokens / rows) * work.kernels
+        pieces = max(1.0, work.tokens / rows) * max(1, work.kernels)
         moved_bytes = pieces * _uncached(work.moved_bytes / pieces)
         others_us = self._memory_us(work.computed_bytes + moved_bytes)
         return self.slowdown(work, rows) * products_us + others_us + loop_us
