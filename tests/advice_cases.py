@@ -245,6 +245,7 @@ CASES = {
         "means, maxima or softmax over all tokens",
         refused.batch_statistics,
         _by_batch_statistics,
+        options=_LEAST,
     ),
     "a metric over tokens": Case(
         "works along a token dim", "token by token", _cumulative, _most_probable

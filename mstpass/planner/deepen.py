@@ -113,7 +113,7 @@ class _Layers:
 
     @staticmethod
     def _kind(value: Value) -> object:
-        return dataclasses.replace(value, name="", inputs=(), node=""), len(value.inputs)
+        return value.renamed(lambda operand: "", name="", node="")
 
     def _attention(self, layers: int) -> list[str]:
         """The attention of each layer."""
@@ -227,9 +227,8 @@ class _Layers:
         return not self._end(value.name)[1]
 
     def _value(self, value: Value, layer: int, number: int) -> Value:
-        inputs = tuple([self._at(name, layer, number) for name in value.inputs])
         name = _copy(value.name, number) if number else value.name
-        return dataclasses.replace(value, name=name, inputs=inputs)
+        return value.renamed(lambda operand: self._at(operand, layer, number), name=name)
 
     def _at(self, name: str, layer: int, number: int) -> str:
         """What stands for an operand that a value of a layer reads, or a copy of that value."""
@@ -280,17 +279,13 @@ def is_same(problem: CutProblem, other: CutProblem) -> bool:
 
     return (
         len(problem.values) == len(other.values)
-        and [_value(value, name_of) for value in values.values()] == [*others.values()]
+        and [v.renamed(name_of, name=name_of(v.name)) for v in values.values()]
+        == [*others.values()]
         and tuple(_renamed(region, name_of) for region in problem.regions) == other.regions
         and set(map(name_of, problem.gradients)) == set(other.gradients)
         and set(map(name_of, problem.torch_saved or ())) == set(other.torch_saved or ())
         and tuple(map(name_of, problem.outputs)) == other.outputs
     )
-
-
-def _value(value: Value, name_of: _NameOf) -> Value:
-    name, inputs = name_of(value.name), tuple(map(name_of, value.inputs))
-    return dataclasses.replace(value, name=name, inputs=inputs)
 
 
 def _renamed(region: RegionModes, name_of: _NameOf) -> RegionModes:

@@ -7,8 +7,8 @@ ops from the nodes of a graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,10 +104,13 @@ class Op:
 
     def reading(self, by: Mapping[str, str], name: str) -> Self:
         """The op under a name, with operands replaced."""
-        inputs = tuple([by.get(operand, operand) for operand in self.inputs])
         node = "" if name == self.node_name else self.node_name
-        in_rows = tuple([(by.get(operand, operand), size) for operand, size in self.in_rows])
-        dims = tuple([(by.get(operand, operand), dims) for operand, dims in self.broadcasts])
-        return dataclasses.replace(
-            self, name=name, inputs=inputs, node=node, in_rows=in_rows, broadcasts=dims
-        )
+        return self.renamed(lambda operand: by.get(operand, operand), name=name, node=node)
+
+    def renamed(self, name_of: Callable[[str], str], **changed: str) -> Self:
+        """The op with other names of its operands, and with what else is changed."""
+        inputs = tuple([name_of(operand) for operand in self.inputs])
+        in_rows = tuple([(name_of(operand), size) for operand, size in self.in_rows])
+        dims = tuple([(name_of(operand), dims) for operand, dims in self.broadcasts])
+        more: dict[str, Any] = dict(changed)
+        return dataclasses.replace(self, inputs=inputs, in_rows=in_rows, broadcasts=dims, **more)
