@@ -298,7 +298,8 @@ def _rewritten(
     before: StepMemory | None = None
     if memory.known and not crossing.left_to_torch:
         before, extra_time = pipeline_stages.compared(planned)
-        slow = [_SLOW.format(1 + extra_time)] if extra_time > _MOST_EXTRA_TIME else []
+        is_slow = options.may_choose and extra_time > _MOST_EXTRA_TIME
+        slow = [_SLOW.format(1 + extra_time)] if is_slow else []
         outcome = dataclasses.replace(
             outcome,
             baseline_peak_bytes=before.peak_bytes,

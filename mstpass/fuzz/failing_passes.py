@@ -40,7 +40,7 @@ class Injected:
 @contextmanager
 def failing(name: str) -> Iterator[Injected]:
     """Have the pass fail in here, after it has done its work."""
-    found, before, least = Injected(), PassRunner._run, runner.LEAST
+    found, before, least = Injected(), PassRunner.run_alone, runner.LEAST
 
     def instead(self: PassRunner, step: Pass, *args: Any, **kwargs: Any) -> Any:
         def fails(joint: JointGraph, *more: Any, **options: Any) -> Any:
@@ -52,11 +52,11 @@ def failing(name: str) -> Iterator[Injected]:
         broken = dataclasses.replace(step, run=fails) if step.name == name else step
         return before(self, broken, *args, **kwargs)
 
-    PassRunner._run, runner.LEAST = instead, runner.OFF  # type: ignore[method-assign]
+    PassRunner.run_alone, runner.LEAST = instead, runner.OFF  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        PassRunner._run, runner.LEAST = before, least  # type: ignore[method-assign]
+        PassRunner.run_alone, runner.LEAST = before, least  # type: ignore[method-assign]
 
 
 def chosen(recording: Recording, count: int = 2) -> list[str]:

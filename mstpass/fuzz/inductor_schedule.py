@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx_inner
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mstpass.graph.joint import tensors_of
 from mstpass.hook_checks import SCHEDULE_HOOK
 from mstpass.memory.scheduled_peak import ReadSchedule
-from mstpass.torch_internals.inductor import compile_fx
+from mstpass.torch_internals.inductor import compile_fx, compile_fx_inner
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mstpass.torch_internals.fake_tensors import TorchDispatchMode, storage_key
-from mstpass.torch_internals.graphs import tree_leaves
+from mstpass.torch_internals.graphs import OpOverload, schema_of, tree_leaves
 from mstpass.torch_internals.modules import contents_kept, fsdp_containers
 from mstpass.tracing.fake_tensors import modules_of, tensor_places
 from mstpass.tracing.joint_graphs import random_numbers_kept
@@ -135,8 +135,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        is_op = isinstance(func, OpOverload)
+        for i, argument in enumerate(schema_of(func).arguments if is_op else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[i] if i < len(args) else given.get(argument.name)
                 for value in tree_leaves(written):

@@ -103,12 +103,12 @@ class PassRunner:
         Raises:
             PassError: a required pass was refused.
         """
-        new, more = self._run(step, joint, *args, **kwargs)
+        new, more = self.run_alone(step, joint, *args, **kwargs)
         if more is None and step.required(joint):
             raise PassError(f"{self.refused[-1].reason}, and cannot be left out")
         return new, more
 
-    def _run(
+    def run_alone(
         self, step: Pass, joint: JointGraph, *args: Any, **kwargs: Any
     ) -> tuple[JointGraph, Any]:
         fault = self._first(step.before, joint, joint)

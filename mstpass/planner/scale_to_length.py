@@ -54,7 +54,15 @@ def scaled(
             grows = not growing.isdisjoint(value.inputs)
             time = time * factors.length if grows else value.us * factors.batch
             inner_bytes = int(inner_bytes * (factors.tokens if grows else factors.batch))
-        return dataclasses.replace(value, bytes=size, inner_bytes=inner_bytes, us=time)
+        return dataclasses.replace(
+            value,
+            bytes=size,
+            inner_bytes=inner_bytes,
+            us=time,
+            numel=scale(value.numel),
+            outer_sizes=tuple(map(scale, value.outer_sizes)),
+            loops_end=tuple(map(scale, value.loops_end)),
+        )
 
     return dataclasses.replace(
         problem,

@@ -93,7 +93,9 @@ def trace(
                 module, options, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
             )
             assert result.problem is not None, "the problem is known"
-            problems[budget] = _with_sharded_gradients(result.problem, training)
+            # What Inductor alone needs at the traced length and depth is no limit at others.
+            problem = dataclasses.replace(result.problem, alone=None)
+            problems[budget] = _with_sharded_gradients(problem, training)
         joint = masks_as_flags(JointGraph(module, num_fwd_outputs)).joint
         squares = _square_bytes(joint, step.length * training.sequence_ranks)
         exchanges = frozenset(node.name for node in collectives_of(joint))

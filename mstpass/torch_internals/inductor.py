@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 from torch._inductor import lowering
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
@@ -42,6 +42,7 @@ __all__ = [
     "CustomPartitionerFn",
     "CustomSchedulerPass",
     "compile_fx",
+    "compile_fx_inner",
     "select_decomp_table",  # for graphs that are traced after AOTAutograd
 ]
 

@@ -22,9 +22,8 @@ from torch._inductor.graph import SubgraphLowering
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._pytree import tree_leaves
 
-from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
+from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call, tree_leaves
 from mstpass.torch_internals.inductor_kernels import (
     buffers_between_loops,
     is_triton_kernel,

@@ -252,7 +252,8 @@ def inductor_schedule(own: Any) -> None:
     allocated = [size for call in schedule.calls for size in call.allocated.values()]
     expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
     freed = [len(call.freed) for call in schedule.calls]
-    expect(freed == [2, 1], f"the schedule frees {freed} buffers")
+    # Without a backward, the inputs stay.
+    expect(freed == [0, 1], f"the schedule frees {freed} buffers")
 
 
 # ---- the pretended GPU -------------------------------------------------------------------------

@@ -149,7 +149,7 @@ data_parallel           collectives             loops
 ddp_buckets             collectives             loops
     torch._dynamo.backends.distributed: SubmodCompiler.run_node(n), DDPOptimizer.compile_fn(gm)
 compile_fx              inductor                loops
-    torch._inductor.compile_fx: compile_fx(inner_compile, config_patches)
+    torch._inductor.compile_fx: compile_fx(inner_compile, config_patches), compile_fx_inner
     torch._inductor.custom_graph_pass: CustomGraphPass.uuid, CustomPartitionerFn.uuid
     torch._inductor: custom_graph_pass.CustomSchedulerPass | config._post_fusion_custom_pass
     torch._inductor.config: custom_partitioner_fn, post_grad_custom_pre_pass,
