@@ -48,6 +48,7 @@ from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
+from mstpass.problem.saved_set import must_offload
 from mstpass.regions.advice import with_fix
 from mstpass.regions.whole_masks import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
@@ -320,6 +321,7 @@ def _takes_too_long(result: Result, planned: pipeline_stages.Planned, options: O
         return False
     extra_time = result.outcome.extra_time or 0.0
     forced = any(region.unbounded for region in result.outcome.regions)
+    forced |= bool(must_offload(planned.problem))  # a checkpoint policy asks for copies
     return extra_time > options.free_overhead and not forced
 
 

@@ -90,7 +90,6 @@ CASES = [
     case(aten.mul.Tensor, lambda: (x(B, S), x(B, S)), *OF_MATRIX),
     case(aten.where.self, lambda: (x() > 0, x(), x(S, 1)), (0,), (1,), (2,), (0, 2)),
     case(aten.pow.Tensor_Tensor, lambda: (x().abs(), x()), *ALL),
-    case(aten.pow.Scalar, lambda: (2.0, x()), *ALL),
     case(aten.threshold_backward.default, lambda: (x(), x(), 0), *ALL),
     case(aten.native_dropout_backward.default, lambda: (x(), x() > 0, 2.0), *ALL),
     *(

@@ -76,7 +76,7 @@ def pointwise_rows() -> dict[Any, Row]:
         **dict.fromkeys(
             (aten.cos.default, aten.sin.default, aten.erf.default), _function(-1.0, 1.0, work=3)
         ),
-        **dict.fromkeys((aten.pow.Tensor_Tensor, aten.pow.Scalar), pointwise(work=14)),
+        aten.pow.Tensor_Tensor: pointwise(work=14),
         **dict.fromkeys((aten.abs.default, aten.sqrt.default), _function(*_POSITIVE)),
         aten.relu.default: _function(*_POSITIVE, inverses=("relu mask",)),
         aten.rsqrt.default: _function(5e-20, math.inf),  # of a finite number in float32
