@@ -95,13 +95,14 @@ def find_candidates(
     The graph does not change.
     """
     regions, rejections = find_regions(joint, not limit.is_free, runner)
+    length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
         with runner.left_out(_PLANNING, planner.region.name):
-            mode = preferred_mode(planner.region)
-            plan = planner.plan(mode)
+            mode = preferred_mode(planner.region, limit)
+            plan = planner.plan(mode, length=length)
             if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
                 preferred.append(plan)
             elif isinstance(plan, ChunkPlan):
@@ -116,7 +117,7 @@ def find_candidates(
     recomputed: dict[object, frozenset[str]] = {}  # by a region's members
 
     def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
-        other = planners[plan.members].plan(plan.mode, may_recompute)
+        other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
         if not isinstance(other, ChunkPlan):
             return plan
         recomputed[plan.members] = may_recompute
@@ -134,13 +135,13 @@ def find_candidates(
     return [*taken, *leaner], rejections
 
 
-def preferred_mode(region: Region) -> str:
-    """The mode that takes no extra time."""
+def preferred_mode(region: Region, limit: Limit) -> str:
+    """The mode that takes no extra time; for the least memory, the one of least memory."""
     if region.fused:
         return FUSED
     if region.returned:
         return SAVE  # the step returns those values, so they exist in any case
-    return RECOMPUTE if region.kind == "lm_head" else SAVE
+    return RECOMPUTE if region.kind == "lm_head" or limit.is_least else SAVE
 
 
 def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
@@ -174,7 +175,7 @@ def _along_features(
     if region is None:
         return None
     other = RegionPlanner(joint, region, planner.options)
-    plan = other.plan(preferred_mode(region), length=SHORT)
+    plan = other.plan(preferred_mode(region, limit), length=SHORT)
     return _for_a_budget(other, plan, limit) if isinstance(plan, ChunkPlan) else None
 
 
