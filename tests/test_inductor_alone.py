@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+import mstpass
 from mstpass import pipeline
+from mstpass.fuzz.inductor_schedule import scheduled_alone
+from mstpass.fuzz.plans import broken_limits
 from mstpass.graph.joint import JointGraph
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan
@@ -21,6 +24,7 @@ from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT
 from mstpass.problem.problem import (
@@ -41,6 +45,8 @@ from mstpass.torch_internals.aot_autograd import (
     saved_by_torch,
 )
 from tests.checks import examples, joint_graph
+from tests.contrastive_losses import TAKEN, TOKENS, WIDTH, Pairs
+from tests.losses import FUSED, REFUSED, LossModel, token_ids
 from tests.models import Attention, Block, GatedMLP
 from tests.problems import steps
 from tests.test_loops_that_help import _optional
@@ -166,3 +172,68 @@ def test_where_torch_s_partitioner_fails_the_report_says_so(
     (note,) = found.notes
     assert "ValueError: no cut" in note and "compared with the step without loops" in note
     assert found.peak_bytes is not None and found.baseline_peak_bytes is not None
+
+
+# ---- what is said of Inductor alone --------------------------------------------------------------
+def _uncertain_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """Of the next token: rewrites compute the product for the tokens that are read alone."""
+    logps = (hidden @ weight)[:, :-1].log_softmax(-1)
+    entropy = -(logps.exp() * logps).sum(-1).detach()
+    mask = (entropy >= entropy.mean()).to(logps.dtype)
+    picked = logps.gather(-1, ids[:, 1:, None])[..., 0]
+    return -(picked * mask).sum() / mask.sum()
+
+
+def test_what_torch_saves_is_known_behind_rewrites() -> None:
+    """The product's name is gone; its rows are in another one, which torch would save."""
+    hidden, weight = (torch.randn(s, requires_grad=True) for s in ((4, 257, 64), (64, 12000)))
+    module, outputs = joint_graph(_uncertain_tokens, hidden, weight, torch.zeros(4, 257).long())
+    merge_equal_nodes(module)
+    found = pipeline.run(module, Options(), num_fwd_outputs=outputs, stop_after="plan").problem
+    assert found is not None and found.alone is not None
+    here = by_torch(found)
+    assert here is not None and "mm" not in {value.name for value in found.values}
+    again = recomputed(here.problem.allowing(True), here.plan.saved)
+    assert not [name for name in again if name.startswith("mm")]
+    assert here.us <= 1.02 * found.alone.us
+    whole = pipeline.run(module, Options(), num_fwd_outputs=outputs).outcome
+    assert whole.extra_time is not None and whole.extra_time <= 0.02
+
+
+_STEPS: dict[str, tuple[Any, Any, Any]] = {
+    **{name: (LossModel, loss, lambda: [token_ids()]) for name, loss in (FUSED | REFUSED).items()},
+    **{
+        f"pairs {name}": (Pairs, case.loss, lambda rows=case.rows: [x(TOKENS), x(rows)])
+        for name, case in TAKEN.items()
+    },
+}
+
+
+def x(rows: int) -> torch.Tensor:
+    return torch.randn(rows, WIDTH)
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", _STEPS)
+def test_what_is_said_of_inductor_alone_is_what_it_schedules(name: str) -> None:
+    torch.manual_seed(0)
+    model_of, loss, inputs_of = _STEPS[name]
+    model, inputs = model_of(), inputs_of()
+    scheduled = scheduled_alone(lambda *values: loss(model, *values), *inputs)
+    if scheduled is None:
+        pytest.skip("Inductor's schedule cannot be read")
+    torch.compiler.reset()
+    report = mstpass.explain(lambda *values: loss(model, *values), *inputs)
+    assert report.baseline_peak_bytes == pytest.approx(scheduled, rel=0.05)
+
+
+def test_a_promise_that_is_broken_is_found() -> None:
+    good = Outcome(peak_bytes=90_000, baseline_peak_bytes=100_000, extra_time=0.01)
+    assert not [*broken_limits(good, Options())]
+    for changed in ({"peak_bytes": 110_000}, {"extra_time": 0.05}):
+        (broken,) = broken_limits(dataclasses.replace(good, **changed), Options())
+        assert broken.kind in ("higher peak", "slow free plan")
+    slow = dataclasses.replace(good, extra_time=0.05)
+    assert not [*broken_limits(slow, Options(memory_budget=0.0))]
