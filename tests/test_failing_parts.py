@@ -51,14 +51,14 @@ def _fails(*_: Any, **__: Any) -> Any:
 @pytest.fixture
 def broken(monkeypatch: Patch) -> Callable[[str], None]:
     """Make the pass of a name fail, wherever it runs."""
-    run = PassRunner._run
+    run = PassRunner.run_alone
 
     def break_one(name: str) -> None:
         def instead(self: PassRunner, step: Pass, *args: Any, **kwargs: Any) -> Any:
             step = dataclasses.replace(step, run=_fails) if step.name == name else step
             return run(self, step, *args, **kwargs)
 
-        monkeypatch.setattr(PassRunner, "_run", instead)
+        monkeypatch.setattr(PassRunner, "run_alone", instead)
 
     return break_one
 
