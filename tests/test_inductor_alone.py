@@ -46,6 +46,7 @@ from mstpass.torch_internals.aot_autograd import (
 )
 from tests.checks import examples, joint_graph
 from tests.contrastive_losses import TAKEN, TOKENS, WIDTH, Pairs
+from tests.dense_losses import DENSE, REFUSED_DENSE, Segmentation, images
 from tests.losses import FUSED, REFUSED, LossModel, token_ids
 from tests.models import Attention, Block, GatedMLP
 from tests.problems import steps
@@ -207,6 +208,10 @@ _STEPS: dict[str, tuple[Any, Any, Any]] = {
     **{
         f"pairs {name}": (Pairs, case.loss, lambda rows=case.rows: [x(TOKENS), x(rows)])
         for name, case in TAKEN.items()
+    },
+    **{
+        f"dense {name}": (Segmentation, loss, images)
+        for name, (loss, _) in (DENSE | REFUSED_DENSE).items()
     },
 }
 

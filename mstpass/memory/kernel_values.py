@@ -95,6 +95,12 @@ def _load_at(load: Load, op: Op, number: int) -> Load:
     Source: ``OpCounterCSE.load`` in torch/_inductor/ops_handler.py.
     """
     buffer, places = load
+    if op.transposed is not None:
+        sizes, order = op.transposed
+        back = tuple(sizes[dim] for dim in order), tuple(map(order.index, range(len(order))))
+        if ("order", back) in places:
+            return buffer, places - {("order", back)}
+        return buffer, places | {("order", op.transposed)}
     if op.shift is None:
         return buffer, places | {(op.name, number)}
     dim, start = op.shift

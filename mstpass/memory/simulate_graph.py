@@ -31,6 +31,7 @@ from mstpass.memory.own_loops import (
     merges_dims,
     outer_sizes,
     shift,
+    transposed,
 )
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
@@ -147,6 +148,7 @@ def op_of(
         own_loops=has_own_loops(node),
         places=max(1, num_unrolled(node)),
         shift=shift(node),
+        transposed=transposed(node),
         merges_dims=merges_dims(node),
         broadcasts=broadcasts(node),
         loops_end=loops_end(node),

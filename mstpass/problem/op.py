@@ -48,6 +48,9 @@ class Op:
             one for reductions that are unrolled.
         shift: of a slice, the dim, counted from the last, and where it starts there: what starts at
             the same place reads the same elements. A slice that is written shifts back.
+        transposed: of a copy in another order of dims, their sizes as they lie in the operand, the
+            outer first, and which of them is which in the copy. A copy back reads the same
+            elements.
         merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
             needs a loop. Kernels that read the value through it are not fused with that kernel.
         broadcasts: the operands of fewer elements than its result, each with the dims, counted from
@@ -84,6 +87,7 @@ class Op:
     own_loops: bool = False
     places: int = 1
     shift: tuple[int, int] | None = None
+    transposed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     merges_dims: bool = False
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loops_end: tuple[int, ...] = ()

@@ -244,7 +244,7 @@ class _Walk:
             place = self.place_of.get(name, name)
             if operand is None or place not in self.alive:
                 continue
-            if isinstance(operand.node.layout, ir.NoneLayout):  # what a collective has written
+            if isinstance(operand.node.layout, _NO_BUFFER):  # as of what a collective has written
                 continue
             users = [user for user in operand.users if user.node.get_name() not in behind]
             if (
@@ -253,9 +253,17 @@ class _Walk:
                 and users[0].can_inplace
                 and not isinstance(operand.defining_op, NopKernelSchedulerNode)
                 and can_match_buffer_size(operand.node, buffer.node)
+                and len(self._accesses(operand, part)) < 2
             ):
                 return str(place)
         return None
+
+    def _accesses(self, buffer: Any, part: Any) -> set[Any]:
+        """At which places the kernel that the part is fused into reads and writes the buffer."""
+        kernel = {node.get_name() for node in self.scheduler.get_fused_node(part).get_nodes()}
+        users = [user.node for user in buffer.users if user.node.get_name() in kernel]
+        found = (dep for user in users for dep in user.read_writes.reads_and_writes())
+        return {dep for dep in found if dep.name == buffer.get_name()}
 
 
 def _is_alone(node: Any) -> bool:
