@@ -70,7 +70,7 @@ class Layer:
     """
 
     kind: str = choice(*KINDS)
-    variant: int = choice(*range(14))
+    variant: int = choice(*range(max(map(len, KINDS.values()))))
     norm: str = choice(*NORMS)
     residual: str = choice(*RESIDUALS)
     act: str = choice(*ACTS)

@@ -40,6 +40,17 @@ _WIDENED: Forms = {
         "a, b = @_gate_up[d 2w](h.flatten(0, 1)).chunk(2, -1)",
         "h = ({act:a} * b).view(*h.shape[:2], {w})",
     ),
+    "tangent": (  # the tangent of the bias is a zero without memory
+        "h = torch.func.jvp(lambda z: torch.tanh(@_up[d w True](z)), (h,), (h.cos(),))[1]",
+    ),
+    "splines": (
+        "a = F.relu(1 - (h.unsqueeze(-1) - torch.linspace(-2, 2, 4).to(h.dtype)).abs())",
+        "h = {act:@_up[4d w](a.flatten(2))}",
+    ),
+    "codes": (
+        "weight = $_book[16 1][torch.arange({w} * {d}) * 7 % 16].view({w}, {d})",
+        "h = {act:F.linear(h, weight)}",
+    ),
     "fused_turns": ("a = @_gate_up[d 2w](h)", "h = {act:a[..., ::2]} * a[..., 1::2]"),
 }
 _MLPS = {name: (*lines, "ops h", "y = @_down[w d](h)") for name, lines in _WIDENED.items()}
@@ -166,6 +177,13 @@ _ACCUMULATED: Forms = {  # over all tokens so far; with "decay" the older ones c
     "decay": (
         "age = torch.arange(h.shape[1])[:, None] - torch.arange(h.shape[1])",
         "a = (0.5 ** age.clamp(min=0)).tril().to(a.dtype) @ a",
+    ),
+    "state": (
+        "state, parts = a[:, :0].transpose(1, 2) @ a[:, :0], []",
+        "for part in a.chunk(4, 1):",
+        "    parts.append(part + part @ state.tanh())",
+        "    state = state + part.transpose(1, 2) @ part / 8",
+        "a = torch.cat(parts, 1)",
     ),
 }
 _SCANS = {

@@ -129,6 +129,7 @@ def _add_layer(lines: Lines, layer: Layer, name: str) -> None:
         "bias": layer.bias,
         "w": width,
         "2w": 2 * width,
+        "4d": 4 * d,
         "s": d // 2,
         "half": d // 4,
         "other": "states" if "states" in lines.inputs else "h",

@@ -84,6 +84,7 @@ MIXING: Mapping[str, str] = {
     "all_running_sums": "h.flatten(0, 1).cumsum(0).view(h.shape) / 8",
     "all_softmax": "torch.softmax(h.flatten(0, 1), 0).view(h.shape)",
     "center_all": "h - h.mean((0, 1))",
+    "alternate_softmax": "torch.log_softmax(torch.log_softmax(torch.log_softmax(h, -1), 1), -1)",
 }
 OPS: Mapping[str, str] = {**TOKENWISE, **MIXING}
 LOGIT_OPS: Mapping[str, str] = {
@@ -214,6 +215,22 @@ LOSSES: _Losses = {
         "loss = F.binary_cross_entropy_with_logits(logits, words)",
     ),
     "mse": ("loss = F.mse_loss(logits, teacher)",),
+    "sorted": (
+        "target = torch.softmax(teacher, -1).sort(-1, descending=True).values",
+        "words = torch.softmax(logits, -1).sort(-1, descending=True).values",
+        "loss = (words - target).square().sum(-1).mean()",
+    ),
+    "uncertain": (
+        *_LOG_P,
+        "each = torch.log_softmax(logits, -1)",
+        "each = -(each.exp() * each).sum(-1).detach()",
+        "loss = -(log_p * (each >= each.mean()).to(log_p.dtype)).mean()",
+    ),
+    "whitened": (
+        "rows = wide(h).flatten(0, 1)[:, :4]",
+        "gram = rows.t() @ rows + torch.eye(4).to(rows.dtype)",
+        f"loss = {_CE.format('')} - 0.1 * torch.linalg.cholesky(gram).diagonal().log().sum()",
+    ),
     "per_token": (f"loss = {_CE_NONE}",),
     "per_sequence": (*_LOG_P, "loss = log_p.sum(1)"),
     "balance": (
@@ -254,6 +271,22 @@ LOSSES: _Losses = {
         "unit = F.normalize(logits.flatten(0, 1), dim=-1)",
         "sign = 2 * torch.eye(unit.shape[0], dtype=unit.dtype) - 1",
         "loss = -F.logsigmoid(sign * (10 * unit @ unit.t() - 10)).mean()",
+    ),
+    "symmetric": (
+        "z = h[:, :12].unsqueeze(2) * h[:, :12].unsqueeze(1)",
+        "z = @head_pairs[d v](z + z.transpose(1, 2))",
+        f"loss = {_CE.format('')} + torch.logsumexp(z, -1).square().sum() / 100",
+    ),
+    "recursion": (
+        "state = logits.sum(1)[..., :16]",
+        "for step in logits[:, :9, :16].unbind(1):",
+        "    between = $between[16 16][: step.shape[-1], : step.shape[-1]]",
+        "    state = step + torch.logsumexp(state.unsqueeze(-1) + between, 1)",
+        f"loss = {_CE.format('')} + torch.logsumexp(state, -1).sum() / 100",
+    ),
+    "upsampled": (
+        'words = F.interpolate(logits.transpose(1, 2), scale_factor=2.0, mode="linear")',
+        "loss = F.cross_entropy(words, labels.repeat_interleave(2, 1))",
     ),
     "token_softmax": ("loss = torch.softmax(logits, 1).square().sum()",),
     "running_sum": ("logits = logits.cumsum(1) / 8", f"loss = {_CE.format('')}"),
