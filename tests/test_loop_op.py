@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from mstpass import pipeline
+from mstpass.graph import loop_op
 from mstpass.graph.buffer_ops import counter
-from mstpass.graph.loop_op import STACK, SUM, mst_loop, run_eagerly
+from mstpass.graph.loop_op import MAX, STACK, SUM, mst_loop, run_eagerly
 from mstpass.graph.materialization import REALIZE
 from mstpass.loops.lowering import lower_loops
+from mstpass.loops.while_loop_step import fixed_step
 from mstpass.options import Options
 from mstpass.torch_internals import aot_autograd
 from tests.checks import compiled, joint_graph
@@ -39,6 +42,31 @@ def test_every_row_is_stacked_and_summed_once(chunk: int) -> None:
         stacked, summed = run(body, num_chunks, chunk, 31, specs, (x,), (w,))
         torch.testing.assert_close(stacked, x @ w)
         torch.testing.assert_close(summed, (x @ w).sum(0))
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 16, 30])
+def test_rows_in_the_overlap_are_the_last_chunk_s(chunk: int) -> None:
+    """In all outputs alike: what two chunks make of a row may differ in its last bits."""
+    x, num_chunks = torch.rand(31, 4), -(-31 // chunk)
+    chunks = iter(range(num_chunks))
+
+    def body(rows: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = rows + 10 * next(chunks)
+        kept = torch.where(valid[:, None], y, 0)
+        return y, kept.sum(0), kept.amax(0)
+
+    shape, dtype = (4,), torch.float32
+    specs = ((STACK, (31, 4), dtype), (SUM, shape, dtype), (MAX, shape, dtype))
+    stacked, summed, largest = run_eagerly(body, num_chunks, chunk, 31, specs, (x,), ())
+    torch.testing.assert_close(summed, stacked.sum(0))
+    torch.testing.assert_close(largest, stacked.amax(0))
+    seen: list[torch.Tensor] = []
+    call: Any = SimpleNamespace(run=lambda operands, start, rows, after: seen.extend(after) or ())
+    _, step = fixed_step(call, num_chunks, chunk, 31)
+    for i in range(num_chunks):
+        step(torch.tensor(i), x)
+    masks = [valid for _, _, _, (valid,) in loop_op._chunks(num_chunks, chunk, 31, x.device)]
+    assert all(map(torch.equal, seen, masks)) and len(seen) == len(masks)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 15, 16, 17, 31, 32, 127, 130])

@@ -118,6 +118,19 @@ def test_columns_of_which_some_or_all_logits_are_masked() -> None:
     assert [len(region.loops) for region in report.regions] == [2]
 
 
+@pytest.mark.parametrize("rows", [13, 64, 211])
+def test_the_gradient_of_a_column_s_maximum(rows: int) -> None:
+    """It goes to the logits that equal it, which all loops have to compute in the same way."""
+
+    def loss(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
+        return torch.log1p(F.relu(model.logits(x, y))).amax(0).square().mean()
+
+    x, y = torch.randn(rows, WIDTH), torch.randn(600, WIDTH)
+    step = _step(Case(loss, 2))
+    report = check_against_float64(Pairs(), step, [x, y], chunk_tokens=rows // 4)
+    assert [region.mode for region in report.regions] == ["fused"]
+
+
 def test_the_step_may_return_what_ends_a_round() -> None:
     model = Pairs()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,13 +14,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
-from mstpass.memory.simulate_graph import simulate_graph
+from mstpass.memory.simulate_graph import op_of
 from mstpass.memory.simulate_ops import simulate_ops
+from mstpass.memory.timeline import Timeline
 from mstpass.problem.op import CALL, Op
 from tests.checks import compiled
 
 SIZE = 4 * 64 * 64  # bytes of every value below
 X = torch.randn(64, 64)
+
+
+def simulate_graph(graph: fx.Graph, freed: Iterable[fx.Node] = ()) -> Timeline:
+    """The memory of one graph; ``freed`` are inputs that are freed after their last use."""
+    ops = [op_of(n) for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    results: Any = graph.output_node().args[0]
+    kept = [n.name for n in (results if isinstance(results, tuple | list) else [results]) if n]
+    return simulate_ops(ops, kept, [n.name for n in freed])
 
 
 def _peak(fn: Callable[..., Any], *inputs: Tensor) -> float:

@@ -15,10 +15,10 @@ from mstpass.memory import cublas_workspace
 from mstpass.memory.allocation import BLOCK, allocated_bytes
 from mstpass.memory.cublas_workspace import cublas_workspace_bytes, product_workspace_bytes
 from mstpass.memory.cuda_device import CudaDevice
-from mstpass.memory.simulate_graph import simulate_graph
 from mstpass.memory.workspaces import ON_CUDA, node_workspace_bytes, workspace_bytes
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand
+from tests.test_simulate_graph import simulate_graph
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

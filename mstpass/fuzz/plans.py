@@ -121,14 +121,18 @@ def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
 def broken_budgets(recording: Recording) -> Iterator[Failure]:
     """The same for budgets that contradict each other, or the plans that are known in any case."""
     if recording.options.solver in _PLANS_BY_PEAK:
-        yield from contradictions(functools.partial(_outcome, recording))
+        may_choose = recording.options.may_choose
+        yield from contradictions(functools.partial(_outcome, recording), may_choose)
 
 
-def contradictions(plan: Callable[[Budget], Outcome | None]) -> Iterator[Failure]:
+def contradictions(
+    plan: Callable[[Budget], Outcome | None], may_choose: bool = True
+) -> Iterator[Failure]:
     """A failure for each pair of budgets of one graph whose plans contradict each other.
 
     Args:
         plan: the plan within a budget; None where budgets have no say.
+        may_choose: whether the loops are mstpass's choice; others stay, whatever time they take.
     """
     outcomes = {budget: plan(budget) for budget in BUDGETS}
     known = {b: o for b, o in outcomes.items() if o is not None and o.peak_bytes is not None}
@@ -154,7 +158,7 @@ def contradictions(plan: Callable[[Budget], Outcome | None]) -> Iterator[Failure
             yield Failure("budget met, and a warning", f"{budget} bytes: {peak}")
     outcome = plan(budget)  # the largest
     slowest = max(known["free"].extra_time or 0.0, 0.0)
-    if outcome is not None and (outcome.extra_time or 0.0) > slowest + _SAME_TIME:
+    if may_choose and outcome is not None and (outcome.extra_time or 0.0) > slowest + _SAME_TIME:
         text = f"{outcome.extra_time} at {budget} bytes, {slowest} without a budget"
         yield Failure("more time with more memory", text)
 

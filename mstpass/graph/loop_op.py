@@ -8,15 +8,16 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
 ``body(*chunks, *whole[, valid])`` returns one tensor for each of ``specs``:
 
     ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
-                             twice, with the same values
+                             twice, and are as the last chunk writes them
     (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
     (("over", k), ...)       the same, in the place of sliced tensor k, which no one reads later
                              (graph/written_over.py); such outputs come last. Rows in the overlap
-                             are as their first chunk wrote them: the body gets rows of the output
-                             there, and what it makes of them is left out of all outputs
+                             are written by the last chunk alone
     ("sum", shape, dtype)    a summand of the output, perhaps in a wider dtype. ``valid``, a bool
                              ``[c]`` that is passed only if c does not divide N, is False for rows
-                             that an earlier chunk summed
+                             that the last chunk sums. It is the last one for all outputs, as two
+                             computations of a row may differ in their last bits, and what equals
+                             a maximum is looked for in another loop
     ("max", shape, dtype)    a part of the output, which is the maximum of all parts; so are "min"
                              and, of bools, "any"
     (("sum", m), ...)        a sum of exponentials relative to the chunk's part of output m, which
@@ -200,11 +201,11 @@ def _chunks(
             rows = min(length, num_tokens - start)
             yield start, rows, (rows,), ()
         return
-    ragged = num_chunks * chunk_tokens != num_tokens
+    ragged, last = num_chunks * chunk_tokens != num_tokens, num_tokens - chunk_tokens
     for i in range(num_chunks):
-        start = min(i * chunk_tokens, num_tokens - chunk_tokens)
+        start = min(i * chunk_tokens, last)
         rows_of_chunk = torch.arange(start, start + chunk_tokens, device=device)
-        valid = (rows_of_chunk >= i * chunk_tokens,) if ragged else ()
+        valid = ((rows_of_chunk < last) | (i == num_chunks - 1),) if ragged else ()
         yield start, chunk_tokens, (), valid
 
 

@@ -38,6 +38,7 @@ from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
+from mstpass.loops.body.product_by_columns import have_equals
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
 from mstpass.regions.sums_of_sums import sums_of_sums
@@ -71,6 +72,8 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
         return Refusal("its backward is several loops over tokens")
     if facts.region.returned:
         return Refusal("the step returns a wide value, so it exists in full")
+    if have_equals(filter(ops.is_matmul, facts.specs)):
+        return Refusal("its values are compared with a maximum of theirs, computed in other chunks")
     try:
         growth = _Growth(facts, _features(facts), fused)
         growth.grow()

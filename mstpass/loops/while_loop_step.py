@@ -254,12 +254,15 @@ def fixed_step(
         number = i.item()
         aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
         aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
-        first = number * chunk_tokens
-        start: Any = torch.sym_min(first, num_tokens - chunk_tokens) if overlaps else first
+        start: Any = number * chunk_tokens
         valid: tuple[torch.Tensor, ...] = ()
         if overlaps:
-            device = operands[0].device
-            valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
+            last = num_tokens - chunk_tokens  # the last chunk has all of its rows
+            start, end = (
+                torch.sym_min(start, last),
+                last + number // (num_chunks - 1) * chunk_tokens,
+            )
+            valid = (torch.arange(chunk_tokens, device=operands[0].device) + start < end,)
         buffers = call.run(operands, start, chunk_tokens, after=valid)
         return (counter(number + 1), *buffers)
 

@@ -98,9 +98,8 @@ def _load_at(load: Load, op: Op, number: int) -> Load:
     if op.transposed is not None:
         sizes, order = op.transposed
         back = tuple(sizes[dim] for dim in order), tuple(map(order.index, range(len(order))))
-        if ("order", back) in places:
-            return buffer, places - {("order", back)}
-        return buffer, places | {("order", op.transposed)}
+        here, there = {("order", op.transposed)}, {("order", back)}
+        return buffer, places - there if there <= places else places | here
     if op.shift is None:
         return buffer, places | {(op.name, number)}
     dim, start = op.shift

@@ -37,9 +37,7 @@ def has_own_loops(node: fx.Node) -> bool:
         if num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims):
             return True
         return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
-    if node.target is aten.clone.default:
-        return transposed(node) is not None
-    return row.reads_elsewhere
+    return row.reads_elsewhere or transposed(node) is not None
 
 
 def shift(node: fx.Node) -> tuple[int, int] | None:
@@ -62,22 +60,17 @@ def transposed(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     source, value = node.all_input_nodes[0], value_of(node)
     while source.target is aten.clone.default:
         source = source.all_input_nodes[0]
-    read = value_of(source)
-    if (
-        read is None
-        or value is None
-        or all(user.target is aten.clone.default for user in node.users)
-    ):
+    read, users = value_of(source), node.users
+    if read is None or value is None or all(user.target is aten.clone.default for user in users):
         return None  # what another copy reads is computed there, and lies nowhere
     before, after = _outer_to_inner(read), _outer_to_inner(value)
     if before == after:
         return None
     runs = [[after[0]]]  # dims that are neighbours in both orders are one
     for outer, dim in itertools.pairwise(after):
-        if before.index(dim) == before.index(outer) + 1:
-            runs[-1].append(dim)
-        else:
-            runs.append([dim])
+        if before.index(dim) != before.index(outer) + 1:
+            runs.append([])
+        runs[-1].append(dim)
     order = sorted(runs, key=lambda run: before.index(run[0]))
     shape = _hint_shape(node)
     sizes = tuple(math.prod(shape[dim] for dim in run) for run in order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from mstpass.memory.own_loops import (
     transposed,
 )
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
-from mstpass.memory.timeline import StepMemory, Timeline
+from mstpass.memory.timeline import StepMemory
 from mstpass.memory.workspaces import node_workspace_bytes
 from mstpass.problem.op import CALL, ITEM, SCATTER, VIEW, Op
 
@@ -102,12 +102,6 @@ def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     }
     waiting = Kernels(_ops(graph, scatters_delayed=True), (), crossing).waiting
     return {node: rows for node, rows in scatters.items() if node.name in waiting}
-
-
-def simulate_graph(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
-    """The memory of one graph; ``freed_inputs`` are freed after their last use."""
-    kept = [n.name for n in _results(graph)]
-    return simulate_ops(_ops(graph), kept, [n.name for n in freed_inputs])
 
 
 def _ops(graph: fx.Graph, scatters_delayed: bool = False) -> list[Op]:

@@ -31,7 +31,8 @@ def ordinary_tensors(joint: JointGraph) -> Rewritten:
         if node.target is _ZEROS:
             node.args = (node.args[0], 0)
         node.target = _ORDINARY.get(node.target, node.target)
-        if node.op == "call_function" and not all(map(is_ordinary, tensors_of(node.meta["val"]))):
+        values = tensors_of(node.meta.get("val"))  # random states of older ops have none
+        if node.op == "call_function" and not all(map(is_ordinary, values)):
             rewriting.builder.compute_value(node)
             rewriting.replace(node, node, [])  # it has memory of its own: views of it are renewed
     return rewriting.finished(), frozenset()

@@ -238,6 +238,7 @@ class _Walk:
         if (_is_alone(part) and part.is_extern()) or isinstance(part, NopKernelSchedulerNode):
             return None
         behind = self.done | set(part.ancestors)
+        accesses = self.scheduler.get_fused_node(part).read_writes.reads_and_writes()
         for read in part.read_writes.reads:
             operand = self.scheduler.name_to_buf.get(read.name) or self.donated.get(read.name)
             name = self.scheduler.mutation_real_name.get(read.name, read.name)
@@ -253,17 +254,10 @@ class _Walk:
                 and users[0].can_inplace
                 and not isinstance(operand.defining_op, NopKernelSchedulerNode)
                 and can_match_buffer_size(operand.node, buffer.node)
-                and len(self._accesses(operand, part)) < 2
+                and len({dep for dep in accesses if dep.name == read.name}) < 2
             ):
                 return str(place)
         return None
-
-    def _accesses(self, buffer: Any, part: Any) -> set[Any]:
-        """At which places the kernel that the part is fused into reads and writes the buffer."""
-        kernel = {node.get_name() for node in self.scheduler.get_fused_node(part).get_nodes()}
-        users = [user.node for user in buffer.users if user.node.get_name() in kernel]
-        found = (dep for user in users for dep in user.read_writes.reads_and_writes())
-        return {dep for dep in found if dep.name == buffer.get_name()}
 
 
 def _is_alone(node: Any) -> bool:

@@ -69,11 +69,6 @@ class FakeTensors:
             self._known[id(value)] = value, fake
         return self._known[id(value)][1]
 
-    def original_of(self, fake: Any) -> Any:
-        """The tensor that a stand-in stands for; any other value as it is."""
-        originals = (value for value, known in self._known.values() if known is fake)
-        return next(originals, fake)
-
     @contextmanager
     def made_there(self) -> Iterator[None]:
         """Tensors that are made in here stand for tensors of the device, if all others do."""

@@ -90,8 +90,9 @@ def dry_run(
         traced = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         with _split_graphs() as graphs:
             backend.mst(gm, traced, options=given, mode=mode)
+        originals = {id(fake): value for value, fake in fakes._known.values()}
         primals = tuple(
-            x.node.hint if isinstance(x, torch.SymInt) else fakes.original_of(x)
+            x.node.hint if isinstance(x, torch.SymInt) else originals.get(id(x), x)
             for x in example_inputs
         )
         report, seconds = mstpass.reports()[-1], time.perf_counter() - start

@@ -6,8 +6,8 @@
     start     the number of the chunk's first row, only if attention needs it
     chunks    the rows of each sliced input, [c, ...]
     whole     the inputs that every chunk reads in full, such as weights
-    valid     bool [c], only if the last chunk overlaps the one before it: the rows that no earlier
-              chunk has summed
+    valid     bool [c], only if the last chunk overlaps the one before it: the rows that the last
+              chunk does not compute as well
     results   one for each output: its rows if it is stacked, a partial sum if it is summed
 
 Pseudo-code::
@@ -47,7 +47,7 @@ from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import START, fitted_length
+from mstpass.graph.loop_op import START, SUM, fitted_length, initial
 from mstpass.graph.one_per_row import (
     gather_one,
     is_gather_of_one,
@@ -284,8 +284,11 @@ class _Body:
             found = exponential_sum(node)
             assert found is not None, node
             return self._exponential_sum(node, found)
-        if ops.row(node).combine != "sum":
+        if (kind := ops.row(node).combine) != SUM:
             operands = {n: self.env[n, self.specs[n]] for n in node.all_input_nodes}
+            for n in filter(self.specs.get, operands if self.valid is not None else ()):
+                start = initial(kind, operands[n].meta["val"].dtype)
+                operands[n] = self._masked(operands[n], self.specs[n] or (), start)
             args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
             return self.builder.call(node.target, *args, **kwargs)
         return self._partial_sum(node)
@@ -363,8 +366,8 @@ class _Body:
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self.builder.call(_CONVERT, node, dtype)
 
-    def _masked(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The node with zeros in the rows that an earlier chunk has summed."""
+    def _masked(self, node: fx.Node, spec: Spec, fill: float = 0) -> fx.Node:
+        """The node with what changes no sum, or no maximum, in the rows of the last chunk."""
         assert self.valid is not None, "the valid is known"
         value = node.meta["val"]
         apart, repeated, shape = self.axis.mask_shapes(value.shape, spec, self.chunk_tokens)
@@ -372,8 +375,10 @@ class _Body:
         if not same_shape(apart, repeated):
             valid = self.builder.call(aten.expand.default, valid, repeated)
         valid = self.sizes.reshaped(valid, shape)
-        zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        return self.builder.call(aten.where.self, valid, node, zero)
+        full = self.builder.call(
+            aten.full.default, [], fill, dtype=value.dtype, device=value.device
+        )
+        return self.builder.call(aten.where.self, valid, node, full)
 
 
 def _floating(parts: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:

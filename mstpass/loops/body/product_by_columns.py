@@ -6,11 +6,14 @@ each, all of which fall into the same few sets of a CPU's caches. The product of
 factors has the tokens of a column one after the other::
 
     logits = left @ right = (right^T @ left^T)^T        [c, V]
+
+They differ in their last bits. The gradient of a maximum goes to the logits that equal it, so where
+logits have one, all loops compute them in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
@@ -19,8 +22,10 @@ from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import numel
 from mstpass.graph.tokens import Spec
+from mstpass.walk import walk_once
 
 aten = torch.ops.aten
+_EXTREMA = (aten.amax.default, aten.amin.default)
 
 
 def products_by_columns(members: Mapping[fx.Node, Spec | None]) -> set[fx.Node]:
@@ -30,12 +35,25 @@ def products_by_columns(members: Mapping[fx.Node, Spec | None]) -> set[fx.Node]:
         members: the nodes that the loop computes; None marks a value that is reduced over tokens.
     """
     products = {node for node in members if ops.is_matmul(node)}
-    if any(node.target is not aten.mm.default or members[node] != (0,) for node in products):
+    usual = all(node.target is aten.mm.default and members[node] == (0,) for node in products)
+    if not usual or have_equals(products):
         return set()
     wide = min(map(numel, products), default=0) // 2
     reduced = [n for n in members if ops.is_reduction(n) and _reads(n, wide)]
     over_tokens = [node for node in reduced if members[node] is None]
     return products if over_tokens and over_tokens == reduced else set()
+
+
+def have_equals(products: Iterable[fx.Node]) -> bool:
+    """Whether values of products are compared with a maximum of theirs, to find those equal to it.
+
+    Products of other shapes, or of transposed factors, may differ from it in their last bits.
+    """
+    follows = lambda user: ops.is_view(user) or ops.is_pointwise(user)
+    wide = walk_once(products, lambda node: filter(follows, node.users))
+    maxima = (user for node in wide for user in node.users if user.target in _EXTREMA)
+    shown = walk_once(maxima, lambda node: filter(ops.is_view, node.users))
+    return any(user.target is aten.eq.Tensor for node in shown for user in node.users)
 
 
 def _reads(reduction: fx.Node, wide: int) -> bool:
