@@ -189,6 +189,7 @@ _INTERNAL = {
     "its backward is several loops over tokens",
     "no gradient of a weight holds features",
     "the step returns a wide value, so it exists in full",
+    "its values are compared with a maximum of theirs, computed in other chunks",
     "X chunks are too many for sums in 16 bits",
 }
 

@@ -257,11 +257,9 @@ def fixed_step(
         start: Any = number * chunk_tokens
         valid: tuple[torch.Tensor, ...] = ()
         if overlaps:
-            last = num_tokens - chunk_tokens  # the last chunk has all of its rows
-            start, end = (
-                torch.sym_min(start, last),
-                last + number // (num_chunks - 1) * chunk_tokens,
-            )
+            last = num_tokens - chunk_tokens
+            start = torch.sym_min(start, last)
+            end = last + number // (num_chunks - 1) * chunk_tokens  # the last chunk has all rows
             valid = (torch.arange(chunk_tokens, device=operands[0].device) + start < end,)
         buffers = call.run(operands, start, chunk_tokens, after=valid)
         return (counter(number + 1), *buffers)

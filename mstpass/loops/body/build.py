@@ -375,9 +375,8 @@ class _Body:
         if not same_shape(apart, repeated):
             valid = self.builder.call(aten.expand.default, valid, repeated)
         valid = self.sizes.reshaped(valid, shape)
-        full = self.builder.call(
-            aten.full.default, [], fill, dtype=value.dtype, device=value.device
-        )
+        kind = {"dtype": value.dtype, "device": value.device}
+        full = self.builder.call(aten.full.default, [], fill, **kind)
         return self.builder.call(aten.where.self, valid, node, full)
 
 
