@@ -223,6 +223,8 @@ def x(rows: int) -> torch.Tensor:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", _STEPS)
 def test_what_is_said_of_inductor_alone_is_what_it_schedules(name: str) -> None:
+    if name.startswith("dense") and torch.__version__ >= (2, 15):
+        pytest.skip("Inductor lays out gradients of convolutions by channels: docs/versions.md")
     torch.manual_seed(0)
     model_of, loss, inputs_of = _STEPS[name]
     model, inputs = model_of(), inputs_of()

@@ -321,6 +321,13 @@ def test_a_concatenation_that_copies_a_part_lives_until_it_is_read_last() -> Non
     assert _peak(lambda x: (y := torch.cat([x, x @ x], 1)) @ (y.t() @ x), X) == 2 + 2 + 1
 
 
+def test_a_concatenation_of_views_is_copied_in_the_function_that_reads_it() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cat([(x @ x).view(-1), (x.t() @ x).view(-1)]).exp()
+
+    assert _peak(fn, X) == 2 + 2 + 2, "the products, the whole, and what is not written over it"
+
+
 def test_inputs_count_only_if_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")

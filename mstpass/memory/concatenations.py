@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
-from mstpass.problem.op import CALL, POINTWISE, REALIZED, REDUCTION, VIEW, Op
+from mstpass.problem.op import CALL, INPUT, POINTWISE, REALIZED, REDUCTION, VIEW, Op
 
 _COMPUTED = frozenset({POINTWISE, REALIZED, REDUCTION})
 
@@ -34,7 +34,7 @@ def in_place(
     found: dict[str, Op] = {}
     parts_of: dict[str, frozenset[str]] = {}
     for whole in op.values():
-        if not whole.concatenates:
+        if not whole.concatenates or whole.kind == INPUT:  # which the forward has saved
             continue
         parts = frozenset(
             part
@@ -42,17 +42,16 @@ def in_place(
             if part in op and part not in kept and part not in found
             if _is_placed(op, users, part)
         )
-        if not parts:  # such as where the result is an input, saved by the forward
-            continue
         parts_of[whole.name] = parts
-        first = next(name for name in op if name in parts)
+        first = next((name for name in op if name in parts), "")
         for part in parts:
             size = whole.bytes if part == first else 0
             found[part] = dataclasses.replace(op[part], bytes=size)
         if len(parts) == len(whole.inputs):
             found[whole.name] = dataclasses.replace(whole, kind=VIEW, own_loops=True)
         else:
-            copies = dataclasses.replace(whole, kind=REALIZED, bytes=0, own_loops=True)
+            size = 0 if parts else whole.bytes
+            copies = dataclasses.replace(whole, kind=REALIZED, bytes=size, own_loops=True)
             found[whole.name] = copies
     return found, parts_of
 
