@@ -7,6 +7,7 @@
 #   make test-versions   the tests on every torch and Python that mstpass supports; hours
 #   make test-cuda   the tests for CUDA; without a GPU: the code for one, compiled and checked
 #   make lint   ruff and mypy
+#   make size   the code lines of mstpass, by folder
 #   make docs   the documentation as a site that works offline: site/index.html
 #   make bench  measured side by side; the tables of docs/results
 PYTHON ?= python3
@@ -16,7 +17,7 @@ READY  := $(VENV)/.ready
 PYTEST_ARGS := pytest -n 2 --dist worksteal
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m $(PYTEST_ARGS)
 
-.PHONY: demo gallery test test-all test-versions coverage test-cuda lint docs format bench setup clean
+.PHONY: demo gallery test test-all test-versions coverage test-cuda lint size docs format bench setup clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -61,6 +62,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+size: $(READY)
+	@$(BIN)/python -m tests.size
 
 # Broken links are errors (not with --quiet, which drops the warnings that --strict counts); nothing is loaded
 # from the network, neither while the site is built nor when it is read.
