@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
+from mstpass import pipeline
 from mstpass.graph.loop_op import ANY, MAX, MIN, SUM, mst_loop, run_eagerly
 from mstpass.measure import peak_bytes
-from tests.checks import check_against_float64, compiled, gradients, kinds
+from mstpass.options import Options
+from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds
 from tests.contrastive_losses import (
     REFUSED,
     TAKEN,
@@ -211,3 +214,18 @@ def test_local_rows_need_no_other_ranks() -> None:
     case = Case(of_local_rows, 2)
     report = check_against_float64(model, _step(case), [x, y], chunk_tokens=32)
     assert [len(region.loops) for region in report.regions] == [2]
+
+
+def test_values_that_equal_a_maximum_have_no_sections() -> None:
+    """A section's product may differ in its last bits from the one whose maximum is known."""
+
+    def has_sections(reduced: Callable[[Tensor], Tensor]) -> bool:
+        weight, x = (torch.randn(*size, requires_grad=True) for size in ((3000, 32), (900, 32)))
+        module, outputs = joint_graph(lambda x, w: reduced(x @ w.t()).sin().sum(), x, weight)
+        options = Options(memory_budget=0.0)
+        found = pipeline.run(module, options, num_fwd_outputs=outputs, stop_after="plan").problem
+        assert found is not None
+        return any("mixed" in mode.name for region in found.regions for mode in region.modes)
+
+    assert has_sections(lambda logits: logits.logsumexp(-1))
+    assert not has_sections(lambda logits: logits.amax(-1))

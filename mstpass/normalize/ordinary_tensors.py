@@ -31,7 +31,7 @@ def ordinary_tensors(joint: JointGraph) -> Rewritten:
         if node.target is _ZEROS:
             node.args = (node.args[0], 0)
         node.target = _ORDINARY.get(node.target, node.target)
-        values = tensors_of(node.meta.get("val"))  # random states of older ops have none
+        values = tensors_of(node.meta.get("val"))  # assertions have none
         if node.op == "call_function" and not all(map(is_ordinary, values)):
             rewriting.builder.compute_value(node)
             rewriting.replace(node, node, [])  # it has memory of its own: views of it are renewed
