@@ -7,7 +7,7 @@ tangent are the problem's backward, all others its forward values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from torch import fx
 
@@ -66,6 +66,11 @@ def cut_problem(
     )
 
 
+def described(joint: JointGraph, nodes: Sequence[fx.Node], to_host: bool) -> list[Value]:
+    """Some nodes as values; the problem of the others is known."""
+    return [*_Values(False, to_host, False).of(joint, nodes).values()]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Values:
     """The values of the forward, and those of the backward.
@@ -80,18 +85,22 @@ class _Values:
     repeats_collectives: bool
 
     def __call__(self, joint: JointGraph) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        # The caller holds what forward returns to it; what backward returns is not read by an op.
-        held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-        nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
-        names, policies = {n.name for n in nodes}, policies_of(joint)
-        stays = held if self.to_host else set(nodes)
-        repeated = set(filter(may_repeat, nodes)) if self.repeats_collectives else set()
-        values = {
-            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays, n in repeated)
-            for n in nodes
-        }
+        values = self.of(joint, joint.nodes)
         forward = tuple(value for n, value in values.items() if n not in joint.backward)
         return forward, tuple(value for n, value in values.items() if n in joint.backward)
+
+    def of(self, joint: JointGraph, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value]:
+        # The caller holds what forward returns to it; what backward returns is not read by an op.
+        held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
+        every = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+        names, policies = {n.name for n in every}, policies_of(joint)
+        stays = held if self.to_host else set(every)
+        repeated = set(filter(may_repeat, nodes)) if self.repeats_collectives else set()
+        return {
+            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays, n in repeated)
+            for n in nodes
+            if n.op in ("placeholder", "call_function")
+        }
 
 
 def _value(

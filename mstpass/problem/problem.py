@@ -295,6 +295,18 @@ def unfinished(name: str) -> str:
     return f"{name}{UNFINISHED}"
 
 
+def node_name(name: str) -> str:
+    """The name, in a graph with loops, of the node that a value is: an identifier."""
+    return name.replace(":", "_")
+
+
+def value_name(node: str) -> str:
+    """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
+    node = node.removesuffix(node_name(UNFINISHED))
+    loop = node_name(LOOP)
+    return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
+
+
 def with_needs(
     values: Iterable[Value], backward: Iterable[Value], gradients: Iterable[str]
 ) -> tuple[Value, ...]:
