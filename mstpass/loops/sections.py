@@ -31,9 +31,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from mstpass.graph import intervals, ops
+from mstpass.graph import ops
 from mstpass.graph.axes import FEATURES
-from mstpass.graph.heads import HeadDim, operand_heads, result_heads, summed_heads
+from mstpass.graph.heads import HeadAxis, HeadDim, part_sizes
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
@@ -113,7 +113,7 @@ def _features_of_parts(facts: RegionFacts, width: int) -> int:
         for operand in node.all_input_nodes:
             value = value_of(operand)
             dims = [] if value is None else _dims_of_size(value.shape, width, spec)
-            sizes += itertools.chain.from_iterable(intervals.part_sizes(node, d) for d in dims)
+            sizes += itertools.chain.from_iterable(part_sizes(node, d) for d in dims)
     return math.gcd(*sizes)
 
 
@@ -134,7 +134,7 @@ class _Features:
     """
 
     def __init__(self, facts: RegionFacts, count: int):
-        self.facts, self.count = facts, count
+        self.facts, self.axis = facts, HeadAxis(count)
         self.held: dict[fx.Node, HeadDim] = {}
 
     def follow(self, start: fx.Node, dim: HeadDim) -> None:
@@ -144,16 +144,16 @@ class _Features:
             node = stack.pop()
             dim = self.held[node]
             if self.may_hold(node):
-                needs = operand_heads(node, dim, self.count)
+                needs = self.axis.operand_specs(node, dim)
                 stack += [] if isinstance(needs, Refusal) else self._put(needs)
             for user in node.users:
                 if not self.may_hold(user):
                     continue
-                result = result_heads(user, node, dim, self.count)
+                result = self.axis.result_spec(user, node, dim)
                 if isinstance(result, HeadDim):
                     stack += self._put({user: result})
                 elif result == SUM:
-                    stack += self._put(summed_heads(user, node, dim))
+                    stack += self._put(self.axis.sum_operands(user, node, dim))
 
     def may_hold(self, node: fx.Node) -> bool:
         """Whether the node holds features that others hold too; constants may serve several."""
@@ -229,14 +229,14 @@ class _Growth:
         if not ops.is_constant(node):
             return self.features.may_hold(node)
         known = self.held.get(node, needed) == needed
-        made = operand_heads(node, needed, self.features.count)
+        made = self.features.axis.operand_specs(node, needed)
         return node in self.facts.specs and known and not isinstance(made, Refusal)
 
     def _needs(self, node: fx.Node) -> OperandSpecs:
         held = self.held[node]
         if held is None:
             return self._summed(node)
-        needs = operand_heads(node, held, self.features.count)
+        needs = self.features.axis.operand_specs(node, held)
         if isinstance(needs, Refusal):
             raise CannotTake(node, needs.reason.replace("heads", "features"))
         return needs
@@ -250,9 +250,9 @@ class _Growth:
         for operand in node.all_input_nodes:
             dim = self.features.held.get(operand)
             if dim is not None:
-                result = result_heads(node, operand, dim, self.features.count)
+                result = self.features.axis.result_spec(node, operand, dim)
                 if result == SUM:
-                    return summed_heads(node, operand, dim)
+                    return self.features.axis.sum_operands(node, operand, dim)
         raise CannotTake(node, "a section needs it, and it needs all features")
 
     def _read_whole(self, node: fx.Node) -> None:
@@ -316,4 +316,4 @@ class _Growth:
             outputs=tuple(LoopOutput(node.name, self.outputs[node]) for node in outputs),
         )
         per_token = tuple(joint.sorted(self.per_token))
-        return Sections(loop, tuple(outputs), per_token, self.features.count)
+        return Sections(loop, tuple(outputs), per_token, self.features.axis.num_heads)

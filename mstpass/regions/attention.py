@@ -22,15 +22,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention
 from mstpass.graph.axes import HEADS
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import CannotTake, Reduced
+from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
 from mstpass.regions.attention_seeds import Seed, attention_seeds
+from mstpass.regions.grow import found_regions
 from mstpass.regions.head_growth import HeadGrowth, grow
-from mstpass.regions.rejection import rejection_of
 
 KIND = "attention"
 _WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
@@ -44,22 +44,17 @@ def detect_attention(
     Args:
         taken: members of other regions.
     """
-    regions: list[Region] = []
-    rejections: list[Rejection] = []
     known = set(taken)
-    for seed in attention_seeds(joint):
-        node = seed.node
-        if node in known:
-            continue
-        try:
-            _check_types(node)
-            growth = _best_growth(joint, seed, known)
-            regions.append(_region(joint, growth, node))
-        except CannotTake as refusal:
-            rejections.append(rejection_of(node, refusal))
-        else:
-            known |= {node for node in growth.held if not ops.is_constant(node)}
-    return regions, rejections
+    seeds = {seed.node: seed for seed in attention_seeds(joint)}
+
+    def region_of(node: fx.Node) -> Region:
+        _check_types(node)
+        growth = _best_growth(joint, seeds[node], known)
+        region = _region(growth, node)
+        known.update(member for member in growth.specs if not ops.is_constant(member))
+        return region
+
+    return found_regions((node for node in seeds if node not in known), region_of)
 
 
 def _check_types(attention: fx.Node) -> None:
@@ -100,36 +95,21 @@ def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrow
 def _crossing_bytes(growth: HeadGrowth) -> int:
     """Bytes of the computed values that cross the region's boundary."""
     computed = {node for node in growth.sliced if not ops.is_weight(node)}
-    return sum(map(nbytes, computed | set(_outputs(growth))))
+    return sum(map(nbytes, computed | set(growth.leaving())))
 
 
-def _outputs(growth: HeadGrowth) -> list[fx.Node]:
-    """The members that nodes outside the region read; these make constants themselves."""
-    joint = growth.joint
-    return [
-        node
-        for node in joint.sorted(growth.held)
-        if any(user not in growth.held for user in node.users) and not ops.is_constant(node)
-    ]
-
-
-def _region(joint: JointGraph, growth: HeadGrowth, seed: fx.Node) -> Region:
-    outputs = _outputs(growth)
+def _region(growth: HeadGrowth, seed: fx.Node) -> Region:
+    outputs = growth.leaving()
     _check_operands(growth, outputs)
-    members = joint.sorted(growth.held)
     return Region(
         kind=KIND,
         source=source_of(seed),
         num_tokens=growth.num_heads,
         width=numel(seed) // growth.num_heads,
         fused=False,
-        members=tuple(
-            (n.name, None if isinstance(s := growth.held[n], Reduced) else s) for n in members
-        ),
-        outputs=tuple(n.name for n in outputs),
-        backward=frozenset(n.name for n in members if n in joint.backward),
         unit=None,
         axis=HEADS,
+        **growth.plain(outputs),
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import HeadDim, heads_dim, is_attention
+from mstpass.graph.attention import heads_dim, is_attention
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 
 aten = torch.ops.aten

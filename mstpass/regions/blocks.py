@@ -4,7 +4,7 @@
 
 Keys and values are computed of all tokens first, in a round of their own (loops/rounds.py). Then
 everything between ``x`` and ``y`` is computed chunk by chunk of the queries: attention reads
-its queries row by row (graph/query_rows.py). In the backward, the gradients of keys and values are
+its queries row by row (graph/attention.py). In the backward, the gradients of keys and values are
 sums over chunks; what is computed from them token by token follows in another round.
 
 Pseudo-code::
@@ -24,17 +24,22 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import (
+    is_attention,
+    is_attention_item,
+    is_backward,
+    mask_of,
+    row_dims,
+)
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.heads import is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, ancestors, numel, tensors_of, value_of
-from mstpass.graph.query_rows import ROWS, is_backward, mask_of
 from mstpass.graph.sizes import generic_shape, is_size
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
+from mstpass.regions.grow import rejection_of
 from mstpass.regions.paths import between, between_each_other
-from mstpass.regions.rejection import rejection_of
 
 KIND = "block"
 NO_RESIDUAL = "no residual sum joins attention's result to what its queries are computed from"
@@ -187,10 +192,7 @@ class _Block:
 
     def _spec_of_input(self, x: fx.Node, cone: Set[fx.Node]) -> Spec:
         """The token dims of the block's input, from those of attention's queries."""
-        shape = generic_shape(next(tensors_of(self.attention.meta["val"])))
-        mask = mask_of(self.attention)
-        rows = (ROWS,) if mask is not None else tuple(d for d in (0, ROWS) if shape[d] != 1)
-        specs: dict[fx.Node, Spec] = {self.attention: rows}
+        specs: dict[fx.Node, Spec] = {self.attention: row_dims(self.attention)}
         for node in reversed(self.joint.sorted(cone)):
             if not specs.get(node):
                 continue

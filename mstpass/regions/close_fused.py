@@ -26,7 +26,8 @@ from mstpass.regions.absorb import (
     check_linear,
 )
 from mstpass.regions.anchors import anchor_spec
-from mstpass.regions.grow import COMPLETE, Growth
+from mstpass.regions.grow import COMPLETE
+from mstpass.regions.wide_growth import WideGrowth
 
 # The most widening matmuls in a row in one fused loop. The time to compile the loop's body grows
 # with their square: for MLPs with dropout 28 s for 4 of them, 134 s for 6 (2 busy CPU cores,
@@ -48,7 +49,7 @@ class Unit:
     prelude: tuple[fx.Node, ...]
 
 
-def close_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
+def close_fused(joint: JointGraph, growth: WideGrowth) -> tuple[Unit | None, str]:
     """Close the region as fused.
 
     Returns:
@@ -70,7 +71,7 @@ def close_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
     return unit, ""
 
 
-def _close(joint: JointGraph, growth: Growth) -> Unit:
+def _close(joint: JointGraph, growth: WideGrowth) -> Unit:
     """Add members until no path leaves the region and comes back."""
     while True:
         entries = _pull_backward(joint, growth)
@@ -88,7 +89,7 @@ def _close(joint: JointGraph, growth: Growth) -> Unit:
     return unit
 
 
-def _pull_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
+def _pull_backward(joint: JointGraph, growth: WideGrowth) -> list[fx.Node]:
     """Add the backward values with tokens that members read; return the others that they read.
 
     The latter enter the region. They must not depend on its results, for they are computed before
@@ -115,7 +116,7 @@ def _pull_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
     return [entry for entry in entries if entry not in growth.specs]
 
 
-def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
+def _unit(joint: JointGraph, growth: WideGrowth, entries: list[fx.Node]) -> Unit:
     """The scalar in which all entries are linear: the tangent itself if that is possible.
 
     With the tangent as the unit, the loop computes exactly what the graph without a loop computes
@@ -153,7 +154,7 @@ def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
     return Unit(tangents[0], tuple(prelude))
 
 
-def _check_matmuls_in_a_row(joint: JointGraph, growth: Growth) -> None:
+def _check_matmuls_in_a_row(joint: JointGraph, growth: WideGrowth) -> None:
     """Raise ``CannotTake`` if one loop would run too many widening matmuls in a row."""
     in_a_row: dict[fx.Node, int] = {}
     for node in joint.sorted(growth.specs):

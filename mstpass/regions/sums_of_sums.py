@@ -7,9 +7,10 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph.heads import is_sum_of_sums
-from mstpass.graph.joint import JointGraph
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
+from mstpass.graph.token_rules.arguments import tensor_inputs
 
 
 def sums_of_sums(joint: JointGraph, sums: Set[fx.Node], members: Set[fx.Node]) -> list[fx.Node]:
@@ -44,4 +45,17 @@ def sums_of_sums(joint: JointGraph, sums: Set[fx.Node], members: Set[fx.Node]) -
 def _joins(joint: JointGraph, node: fx.Node, sums: set[fx.Node], inside: set[fx.Node]) -> bool:
     same_phase = len({n in joint.backward for n in (node, *sums)}) == 1
     alone = all(user is node or user in inside for n in sums for user in n.users)
-    return same_phase and alone and is_sum_of_sums(node, sums)
+    return same_phase and alone and _is_sum_of_sums(node, sums)
+
+
+def _is_sum_of_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
+    """Whether a node adds sums, or only views or casts one.
+
+    Such a node can be applied to the parts of each chunk, and the results added up.
+    """
+    read = set(tensor_inputs(node))
+    value = value_of(node)
+    if value is None or not read <= sums:
+        return False
+    narrows = any(value.itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
+    return not narrows and ops.row(node).is_linear(node, read)
