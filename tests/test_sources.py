@@ -91,7 +91,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
-    "regions/grow.py": dict.fromkeys(["Growth._can_pull"], "an item and its op"),
+    "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),
     "returned_logits/aten_calls.py": dict.fromkeys(["_static"], "nested results"),
     "sequences/huggingface.py": dict.fromkeys(["_outermost"], "modules"),

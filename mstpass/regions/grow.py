@@ -95,23 +95,28 @@ class Growth:
         Raises:
             CannotTake: the op of the member has no rule for its spec.
         """
-        spec = self.specs[member]
-        if isinstance(spec, Reduced):
-            required = self._specs_for_sum(member)
-        else:
-            required = self.operand_specs(member, spec)
-        if isinstance(required, Refusal):
-            raise CannotTake(member, required.reason)
-        return required
+        return self._needs_of(member, self.specs[member])
 
-    def _specs_for_sum(self, member: fx.Node) -> OperandSpecs | Refusal:
+    def _needs_of(self, node: fx.Node, spec: Spec | Reduced) -> OperandSpecs:
+        found = self._needs_for(node, spec)
+        if isinstance(found, Refusal):
+            raise CannotTake(node, found.reason)
+        return found
+
+    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+        if not isinstance(spec, Reduced):
+            return self.operand_specs(member, spec)
         for operand in member.all_input_nodes:
-            spec = self.specs.get(operand)
-            if isinstance(spec, tuple) and spec != WHOLE:
-                return self.axis.sum_operands(member, operand, spec)
+            if held := self._held(operand):
+                return self.axis.sum_operands(member, operand, held)
         if all(self.specs.get(operand) == SUM for operand in tensor_inputs(member)):
             return {}  # a sum of sums
         return Refusal("no operand that it sums has tokens in the region")
+
+    def _held(self, operand: fx.Node) -> Spec | None:
+        """How members read a value chunk by chunk; None if they do not."""
+        spec = self.specs.get(operand)
+        return None if isinstance(spec, Reduced) else spec
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
         """The spec that a user of a member would have, or why the user cannot join."""
@@ -120,6 +125,10 @@ class Growth:
             return Refusal(COMPLETE)
         if user.op == "output":
             return Refusal("is an output of the graph")
+        return self.result(user, operand, spec)
+
+    def result(self, user: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        """The spec of a node that reads ``operand`` in ``spec``, if it can be computed so."""
         result = self.axis.result_spec(user, operand, spec)
         if isinstance(result, tuple):
             required = self.operand_specs(user, result)
