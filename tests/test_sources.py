@@ -36,10 +36,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     ),
     "linter/call_stack.py": dict.fromkeys(["_subclasses"], "classes"),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
-    "loops/sections.py": dict.fromkeys(
-        ["_Growth._provide", "_Growth._pull", "_Growth._read_whole"],
-        "a sum that a section needs: three calls at most",
-    ),
     "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
