@@ -42,7 +42,6 @@ from mstpass.loops.body.product_by_columns import have_equals
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
 from mstpass.regions.grow import Growth
-from mstpass.regions.sums_of_sums import sums_of_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +264,7 @@ class _Gradients(Growth):
     def _join_sums(self) -> None:
         """Add up what adds up several sums, so that the loop returns one of them."""
         sums = {node for node in self.outputs if self.specs[node] == SUM}
-        self.specs |= dict.fromkeys(sums_of_sums(self.joint, sums, self.specs.keys()), SUM)
+        self.join_sums(sums)
         every = {node for node, spec in self.specs.items() if spec == SUM}
         self.outputs -= every
         self.outputs |= every.intersection(self.leaving())

@@ -10,7 +10,6 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, has_tokens
-from mstpass.regions.sums_of_sums import sums_of_sums
 from mstpass.regions.wide_growth import WideGrowth
 
 
@@ -76,7 +75,7 @@ def absorb_sums_of_gradients(joint: JointGraph, growth: WideGrowth) -> None:
         for node, spec in growth.specs.items()
         if spec == SUM and node in joint.backward and ops.is_matmul(node)
     }
-    growth.specs.update(dict.fromkeys(sums_of_sums(joint, products, growth.specs.keys()), SUM))
+    growth.join_sums(products)
 
 
 def _operands_fit(joint: JointGraph, growth: WideGrowth, node: fx.Node) -> bool:

@@ -12,26 +12,34 @@ The number of heads is that of the groups that can be told apart. Of the divisor
 query heads, it is the one with which the fewest bytes of activations cross the region's boundary;
 if several are equal in that, the largest. With grouped queries that is the number of key-value
 heads.
+
+Regions grow from the results of one of the fused ops, or of attention written out in products::
+
+    scores = q @ k.transpose()          [B * heads, N, M]
+    weights = softmax(scores)           and masks, caps, sinks, casts in front of it or behind
+    result = weights @ v                [B * heads, N, d]
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import is_attention
+from mstpass.graph.attention import heads_dim, is_attention
 from mstpass.graph.axes import HEADS
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
-from mstpass.regions.attention_seeds import Seed, attention_seeds
 from mstpass.regions.grow import found_regions
-from mstpass.regions.head_growth import HeadGrowth, grow
+from mstpass.regions.head_growth import HeadGrowth, RoundTrip
 
+aten = torch.ops.aten
 KIND = "attention"
 _WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
 
@@ -81,7 +89,7 @@ def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrow
         if seed.num_heads % num_heads:
             continue
         try:
-            growth = grow(joint, seed, num_heads, taken)
+            growth = _grown(joint, seed, num_heads, taken)
         except CannotTake as refusal:
             first_refusal = first_refusal or refusal
             continue
@@ -90,6 +98,29 @@ def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrow
     if best is None:
         raise first_refusal or CannotTake(seed.node, "has a single head")
     return best
+
+
+def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
+    """The region around a seed, in which ``num_heads`` heads are told apart.
+
+    Where a path leaves the region and comes back, the members on its one side are left out: the
+    region begins after a norm over all heads, and ends before the attention of another layer that
+    adds the same bias to its scores.
+
+    Raises:
+        CannotTake: there is no such region.
+    """
+    left_out: dict[fx.Node, str] = {}
+    while True:
+        growth = HeadGrowth(joint, num_heads, taken, left_out)
+        try:
+            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
+        except RoundTrip as trip:
+            if seed.node in trip.cut:
+                raise
+            left_out.update(dict.fromkeys(trip.cut, trip.reason))
+        else:
+            return growth
 
 
 def _crossing_bytes(growth: HeadGrowth) -> int:
@@ -122,3 +153,60 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
     for node in (*growth.sliced, *outputs):
         if value_of(node) is None:
             raise CannotTake(node, growth.barriers.get(node, "it is not one tensor"))
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+class Seed(NamedTuple):
+    """A value with heads: where it holds them, and their number."""
+
+    node: fx.Node
+    held: HeadDim
+    num_heads: int
+
+
+def attention_seeds(joint: JointGraph) -> list[Seed]:
+    """The results of attention in the forward, in the graph's order."""
+    found = []
+    for node in joint.nodes:
+        if node in joint.backward:
+            continue
+        held: tuple[fx.Node, int] | None = None
+        if is_attention(node):
+            held = node, heads_dim(node)
+        elif node.target is aten.bmm.default and _reads_scores(node):
+            held = _with_heads_apart(node)
+        if held is not None:
+            count = next(tensors_of(held[0].meta["val"])).shape[held[1]]
+            if isinstance(count, int) and count > 1:
+                found.append(Seed(held[0], HeadDim(held[1]), count))
+    return found
+
+
+def _reads_scores(product: fx.Node) -> bool:
+    """Whether the left matrix is computed from another product, row by row."""
+    stack = [ops.matmul_factors(product)[0]]
+    seen = set(stack)
+    exponential = False
+    while stack:
+        node = stack.pop()
+        if ops.is_batched_matmul(node):
+            return exponential
+        exponential |= node.target in (aten.exp.default, aten._softmax.default)
+        if _works_row_by_row(node):
+            new = [n for n in node.all_input_nodes if n not in seen]
+            seen.update(new)
+            stack.extend(new)
+    return False
+
+
+def _works_row_by_row(node: fx.Node) -> bool:
+    return ops.row(node).kind in ("view", "pointwise", "index")
+
+
+def _with_heads_apart(product: fx.Node) -> tuple[fx.Node, int] | None:
+    """The result as ``[B, heads, N, d]`` or ``[heads, N, d]``, and the dim of its heads."""
+    for reader in product.users:
+        value = value_of(reader)
+        if ops.is_cheap_view(reader) and value is not None and value.dim() == 4:
+            return reader, 1
+    return product, 0

@@ -24,7 +24,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.matmul import contracted_specs
+from mstpass.graph.token_rules.products import contracted_specs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.regions.wide_growth import WideGrowth
 

@@ -14,6 +14,7 @@ features (wide_growth.py), what is computed head by head (head_growth.py), the p
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from typing import Any
@@ -23,7 +24,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.axes import Axis
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.sizes import is_size
 from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import tensor_inputs
@@ -189,6 +191,45 @@ class Growth:
     def _refuses(self, user: fx.Node, reason: str) -> None:
         """A user that belongs cannot join."""
         raise CannotTake(user, reason)
+
+    # ---- sums ----------------------------------------------------------------------------------
+    def join_sums(self, sums: Set[fx.Node]) -> None:
+        """Add the nodes that add up several of these sums, or views of them, so that the loop
+        returns one of them.
+
+        They read nothing else, and no other node outside of the region reads what they read.
+        """
+        every, added = set(sums), list[fx.Node]()
+        readers = [self.joint.index[user] for node in sums for user in node.users]
+        heapq.heapify(readers)
+        while readers:
+            node = self.joint.nodes[heapq.heappop(readers)]
+            read = {n for n in node.all_input_nodes if n in every}
+            if node in self.specs or node.op == "output" or not self._adds_up(node, read):
+                continue
+            self.specs[node] = SUM
+            every.add(node)
+            added.append(node)
+            for user in node.users:
+                heapq.heappush(readers, self.joint.index[user])
+        for node in reversed(added):  # a view that leads to no such sum stays outside
+            several = sum(not is_size(n) for n in node.all_input_nodes) > 1
+            if not several and not any(user in self.specs for user in node.users):
+                del self.specs[node]
+
+    def _adds_up(self, node: fx.Node, sums: set[fx.Node]) -> bool:
+        """Whether a node adds sums of its phase, or only views or casts one, and alone reads them.
+
+        Such a node can be applied to the parts of each chunk, and the results added up.
+        """
+        value = value_of(node)
+        alone = all(user is node or user in self.specs for n in sums for user in n.users)
+        same_phase = len({n in self.joint.backward for n in (node, *sums)}) == 1
+        read = set(tensor_inputs(node))
+        if value is None or not (alone and same_phase and read <= sums):
+            return False
+        narrows = any(value.itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
+        return not narrows and ops.row(node).is_linear(node, read)
 
     # ---- the region ----------------------------------------------------------------------------
     def leaving(self) -> list[fx.Node]:

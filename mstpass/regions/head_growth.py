@@ -9,14 +9,21 @@ Pseudo-code::
     add the nodes that only add sums over heads up
 
 A user or an operand whose op mixes heads stays outside. The values between it and the members are
-then read in slices, or stacked by the loop. No path may leave the members and come back
-(round_trips.py).
+then read in slices, or stacked by the loop.
+
+No path may leave the members and come back, for no loop can be written for it::
+
+    queries -> a norm over all heads -> queries      the region begins after the norm
+    bias -> this attention -> ... -> next attention  the region ends before the next attention,
+       \\________________________________/            and the bias, which both read, is outside
+
+Either way a part of the region stays: the seed, or in the backward what is computed from it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 from torch import fx
 
@@ -25,13 +32,11 @@ from mstpass.graph.attention import forward_of, is_attention
 from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import SUM, CannotTake, Reduced, Refusal, Spec
-from mstpass.regions.attention_seeds import Seed
 from mstpass.regions.grow import ANOTHER, Growth
-from mstpass.regions.round_trips import Paths
-from mstpass.regions.sums_of_sums import sums_of_sums
 from mstpass.walk import walk_once
 
 OTHER_ATTENTION = "another attention reads the same keys and values"
+Neighbors = Callable[[fx.Node], Iterable[fx.Node]]
 ROUND_TRIP = "is computed from all heads, and the heads need it again"
 
 
@@ -41,29 +46,6 @@ class RoundTrip(CannotTake):
     def __init__(self, node: fx.Node, reason: str, cut: Set[fx.Node]):
         super().__init__(node, reason)
         self.cut = cut
-
-
-def grow(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
-    """The region around a seed, in which ``num_heads`` heads are told apart.
-
-    Where a path leaves the region and comes back, the members on its one side are left out: the
-    region begins after a norm over all heads, and ends before the attention of another layer that
-    adds the same bias to its scores.
-
-    Raises:
-        CannotTake: there is no such region.
-    """
-    left_out: dict[fx.Node, str] = {}
-    while True:
-        growth = HeadGrowth(joint, num_heads, taken, left_out)
-        try:
-            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
-        except RoundTrip as trip:
-            if seed.node in trip.cut:
-                raise
-            left_out.update(dict.fromkeys(trip.cut, trip.reason))
-        else:
-            return growth
 
 
 class HeadGrowth(Growth):
@@ -100,7 +82,7 @@ class HeadGrowth(Growth):
             CannotTake: a member's heads do not come apart.
         """
         self.add(seed, held)
-        self._add_sums()
+        self.join_sums({node for node, held in self.specs.items() if held == SUM})
         self._check_members()
         self._check_round_trips(seed)
 
@@ -149,12 +131,6 @@ class HeadGrowth(Growth):
 
     def _refuses(self, user: fx.Node, reason: str) -> None:
         self.barriers[user] = reason
-
-    # ---- sums over heads -----------------------------------------------------------------------
-    def _add_sums(self) -> None:
-        """Add what adds up several sums over heads, so that the loop returns one of them."""
-        sums = {node for node, held in self.specs.items() if held == SUM}
-        self.specs.update(dict.fromkeys(sums_of_sums(self.joint, sums, self.specs.keys()), SUM))
 
     # ---- paths that leave the region and come back ---------------------------------------------
     def _check_members(self) -> None:
@@ -212,3 +188,60 @@ class HeadGrowth(Growth):
             if not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
+
+
+# ---- paths ---------------------------------------------------------------------------------------
+class Paths:
+    """The paths among the members of one phase, some of which leave and come back.
+
+    Args:
+        part: the members.
+        nodes: all nodes of the graph from the first member to the last one, in order.
+    """
+
+    def __init__(self, part: Set[fx.Node], nodes: Sequence[fx.Node]):
+        self.part, self.nodes = part, nodes
+
+    def first_round_trip(self) -> fx.Node | None:
+        """The first node outside of a path that comes back; None if there is no such path."""
+        outside: dict[fx.Node, fx.Node] = {}  # what depends on the part: the first on its path
+        for node in self.nodes:
+            before = [outside[n] for n in node.all_input_nodes if n in outside]
+            if node in self.part:
+                if before:
+                    return before[0]
+            elif before or any(n in self.part for n in node.all_input_nodes):
+                outside[node] = before[0] if before else node
+        return None
+
+    def after(self, core: Collection[fx.Node]) -> set[fx.Node]:
+        """The members to which a path leads from the core by way of a node outside."""
+        return self._by_way_of_others(core, self.nodes, lambda node: node.all_input_nodes)
+
+    def to_leave_out(self, core: Collection[fx.Node]) -> set[fx.Node]:
+        """The members without which no path from the core, or to it, leaves and comes back.
+
+        These are all before and after the core by way of nodes outside, what is computed from the
+        former alone, and the operands of the latter that are not computed from the core.
+        """
+        before = self._by_way_of_others(core, self.nodes[::-1], lambda node: node.users)
+        after = self.after(core)
+        members = lambda node: (user for user in node.users if user in self.part)
+        from_core = set(walk_once(core, members))
+        shared = {n for node in after for n in node.all_input_nodes if n in self.part - from_core}
+        for node in self.nodes:
+            operands = node.all_input_nodes
+            if node in self.part - from_core and operands and before.issuperset(operands):
+                before.add(node)
+        return before | after | shared
+
+    def _by_way_of_others(
+        self, core: Collection[fx.Node], order: Sequence[fx.Node], previous: Neighbors
+    ) -> set[fx.Node]:
+        inside, by_others = set(core), set[fx.Node]()
+        for node in order:
+            if any(n in by_others for n in previous(node)):
+                by_others.add(node)
+            if any(n in inside for n in previous(node)):
+                (inside if node in self.part else by_others).add(node)
+        return by_others & self.part

@@ -15,7 +15,7 @@ from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.linearity import linear_matmul
 from mstpass.graph.op_rows import row
 from mstpass.graph.op_rows.row import CHEAP, HEAVY, PINNED, Attention, Factors, FlexArguments, Row
-from mstpass.graph.token_rules import collectives, grouped_matmul, matmul, scaled_matmul
+from mstpass.graph.token_rules import along_dims, products
 from mstpass.problem.op import POINTWISE, REALIZED, VIEW
 from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, WAITS, overloads
 from mstpass.torch_internals.graphs import name_of
@@ -25,22 +25,20 @@ aten = torch.ops.aten
 
 # ---- products ------------------------------------------------------------------------------------
 def product_rows() -> dict[Any, Row]:
-    rules = matmul.matmul_forward, matmul.matmul_backward, linear_matmul
-    grouped = grouped_matmul.grouped_forward, grouped_matmul.grouped_backward
+    rules = products.matmul_forward, products.matmul_backward, linear_matmul
+    grouped = products.grouped_forward, products.grouped_backward
     rows_by_expert = Row(
         "matmul",
         *grouped,
-        sums=grouped_matmul.summed_specs,
+        sums=products.summed_specs,
         factors=Factors(grouped=True),
         repeat=PINNED,
     )
-    sums_by_expert = dataclasses.replace(
-        rows_by_expert, sums=grouped_matmul.summed_specs, factors=Factors(grouped=True, adds=True)
-    )
+    sums_by_expert = dataclasses.replace(rows_by_expert, factors=Factors(grouped=True, adds=True))
     by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
     found: dict[Any, Row] = {
         aten._scaled_mm.default: Row(
-            "matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, factors=Factors()
+            "matmul", products.scaled_forward, products.scaled_backward, factors=Factors()
         ),
         grouped_rows: rows_by_expert,
         grouped_sums: sums_by_expert,
@@ -62,13 +60,13 @@ def product_rows() -> dict[Any, Row]:
         ),
     }
     for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
-        biased = op in matmul.BIASED
+        biased = op in products.BIASED
         factors = Factors(left=int(biased), batched="bmm" in str(op), adds=not biased)
         found[name_of(op)] = Row("other", factors=factors, workspace=row.PRODUCT)
         found[op] = Row(
             "matmul",
             *rules,
-            sums=matmul.contracted_specs,
+            sums=products.contracted_specs,
             factors=factors,
             workspace=row.PRODUCT,
             writes_anywhere=True,
@@ -138,8 +136,8 @@ def attention_rows() -> dict[Any, Row]:
 # ---- collectives ---------------------------------------------------------------------------------
 def collective_rows() -> dict[Any, Row]:
     names = {
-        collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
-        collectives.first_dim: (
+        along_dims.elementwise_over_ranks: ("all_reduce", "broadcast", "wait_tensor"),
+        along_dims.first_dim_over_ranks: (
             "all_gather_into_tensor",
             "reduce_scatter_tensor",
             "all_to_all_single",
@@ -150,7 +148,7 @@ def collective_rows() -> dict[Any, Row]:
         for name in (f"{NAMESPACE}::{op}" for op in each):
             runs = VIEW if name in WAITS else ""  # it returns the memory of the pending result
             found |= dict.fromkeys(overloads((name,)), Row("collective", *rules, runs=runs))
-    exchanged = Row("collective", *collectives.gathered_and_divided)
+    exchanged = Row("collective", *along_dims.gathered_and_divided)
     return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 

@@ -12,7 +12,7 @@ from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
-from mstpass.graph.token_rules.pointwise import pointwise_backward
+from mstpass.graph.token_rules.views import pointwise_backward
 from mstpass.graph.tokens import ANY, MAX, MIN, SUM, Reduced
 from mstpass.problem.op import CALL, ITEM, SCATTER
 

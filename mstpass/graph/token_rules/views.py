@@ -1,7 +1,8 @@
-"""Token rules of views whose result has all elements of the operand: view, permute, expand, items.
+"""Token rules of pointwise ops, of ops that create values, and of views.
 
-``view_as_real`` has a last dim of two more than its complex operand, ``view_as_complex`` one less.
-(``select`` and ``unbind`` drop a dim and ``slice`` shortens one: see along_dims.py.)
+Views here have all elements of their operand: view, permute, expand, items. ``view_as_real`` has a
+last dim of two more than its complex operand, ``view_as_complex`` one less. (``select`` and
+``unbind`` drop a dim and ``slice`` shortens one: see along_dims.py.)
 """
 
 from __future__ import annotations
@@ -10,13 +11,47 @@ import torch
 from torch import fx
 
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import ints, shape_of
-from mstpass.graph.token_rules.pointwise import pointwise_forward
-from mstpass.graph.tokens import Refusal, Spec, through_view
+from mstpass.graph.token_rules.arguments import ints, shape_of, tensor_inputs
+from mstpass.graph.tokens import Refusal, Spec, align, broadcast_source, through_view
 
 aten = torch.ops.aten
 
 
+def pointwise_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """The operand's token dims, counted from the right as broadcasting counts them."""
+    out, source = shape_of(node), shape_of(operand)
+    dims = align(spec, len(source), len(out))
+    if any(out[d] != source[s] for d, s in zip(dims, spec, strict=True)):
+        return Refusal("an operand is broadcast over the token dims")
+    return dims
+
+
+def pointwise_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    needs: OperandSpecs = {}
+    for operand in tensor_inputs(node):
+        source = broadcast_source(shape_of(operand), shape_of(node), spec)
+        if isinstance(source, Refusal):
+            return source
+        needs[operand] = source
+    return needs
+
+
+# ---- created values ---------------------------------------------------------------------------
+def created_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """``full_like`` and ``zeros_like``: the shape of the result is the operand's."""
+    return spec
+
+
+def created_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    return dict.fromkeys(tensor_inputs(node), spec)
+
+
+def iota_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    """``iota`` numbers its elements: a chunk of token numbers is not the iota of a chunk."""
+    return Refusal(f"{node.target} numbers its elements along a token dim") if spec else {}
+
+
+# ---- views --------------------------------------------------------------------------------------
 def view_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     return through_view(shape_of(operand), shape_of(node), spec)
 
