@@ -118,11 +118,6 @@ class QueryAxis(TokenAxis):
             return operand_rows(node, spec)
         return super().operand_specs(node, spec)
 
-    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
-        if is_attention_item(node):
-            return {operand: spec}
-        return super().sum_operands(node, operand, spec)
-
     def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
         if not is_attention(node):
             return super().chunk_shapes(node, spec, length)

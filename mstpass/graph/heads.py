@@ -151,8 +151,6 @@ class HeadAxis:
 
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
         held = HeadDim(*spec)
-        if is_attention_item(node):
-            return {operand: held}
         return _with_inner(ops.sum_operands(node, operand, (held.dim,)), held)
 
     # ---- attention -----------------------------------------------------------------------------

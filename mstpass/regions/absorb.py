@@ -9,7 +9,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, has_tokens
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, has_tokens
 from mstpass.regions.wide_growth import WideGrowth
 
 
@@ -65,32 +65,11 @@ def absorb_sums(joint: JointGraph, growth: WideGrowth) -> None:
     growth.adopt(trial)
 
 
-def absorb_sums_of_gradients(joint: JointGraph, growth: WideGrowth) -> None:
-    """Add nodes that only add products up that are summed over tokens: ``dw = dw_1 + dw_2``.
-
-    The loop then has one sum, of a weight that is used twice, and not one for each use.
-    """
-    products = {
-        node
-        for node, spec in growth.specs.items()
-        if spec == SUM and node in joint.backward and ops.is_matmul(node)
-    }
-    growth.join_sums(products)
-
-
 def _operands_fit(joint: JointGraph, growth: WideGrowth, node: fx.Node) -> bool:
     """Whether every operand is a member with the spec that the node needs, or a forward input."""
-    try:
-        required = growth.required_specs(node)
-        check_linear([node] if node in joint.backward else [], joint.backward)
-    except CannotTake:
-        return False
-    return all(
-        growth.specs[operand] == spec
-        if operand in growth.specs
-        else operand.op == "placeholder" and operand not in joint.backward
-        for operand, spec in required.items()
-    )
+    is_input = lambda n, _: n.op == "placeholder" and n not in joint.backward
+    is_linear = node not in joint.backward or not _not_linear(node, joint.backward)
+    return is_linear and growth.has_operands(node, is_input)
 
 
 def _leaves(growth: WideGrowth, node: fx.Node) -> bool:
@@ -119,8 +98,14 @@ def check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
         CannotTake: a node is not, or its op is unknown.
     """
     for node in nodes:
-        row = ops.lookup(node)
-        if isinstance(row, Refusal):
-            raise CannotTake(node, row.reason)
-        if not row.is_linear(node, {n for n in node.all_input_nodes if n in backward}):
-            raise CannotTake(node, f"{node.target} is not linear in the gradient")
+        if reason := _not_linear(node, backward):
+            raise CannotTake(node, reason)
+
+
+def _not_linear(node: fx.Node, backward: Set[fx.Node]) -> str:
+    """Why a node is not linear in its backward operands; empty if it is."""
+    row = ops.lookup(node)
+    if isinstance(row, Refusal):
+        return row.reason
+    is_linear = row.is_linear(node, {n for n in node.all_input_nodes if n in backward})
+    return "" if is_linear else f"{node.target} is not linear in the gradient"

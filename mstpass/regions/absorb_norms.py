@@ -49,7 +49,7 @@ def absorb_norms(joint: JointGraph, growth: WideGrowth) -> None:
             break
         for node in unfit:
             del trial.specs[node]
-    if _bytes(trial, growth) < _bytes(growth, growth) and _is_closed(joint, trial):
+    if _bytes(trial, growth) < _bytes(growth, growth) and _is_closed(trial):
         growth.adopt(trial)
 
 
@@ -141,18 +141,8 @@ def _has_operands(
     operands = [operand for operand in node.all_input_nodes if not is_size(operand)]
     if any(value_of(operand) is None and operand not in trial.specs for operand in operands):
         return False
-    if node in joint.forward:
-        return True
-    try:
-        required = trial.required_specs(node)
-    except CannotTake:
-        return False
-    return all(
-        trial.specs[operand] == spec
-        if operand in trial.specs
-        else (read.get(operand) == spec or _is_weight(joint, operand, spec))
-        for operand, spec in required.items()
-    )
+    is_available = lambda n, spec: read.get(n) == spec or _is_weight(joint, n, spec)
+    return node in joint.forward or trial.has_operands(node, is_available)
 
 
 def _is_weight(joint: JointGraph, operand: fx.Node, spec: Spec) -> bool:
@@ -170,11 +160,9 @@ def _read(
     growth: WideGrowth, without: Set[fx.Node] = frozenset()
 ) -> Iterator[tuple[fx.Node, Spec]]:
     """What members read from outside, and how; ``without`` what some members read."""
-    for member, own in growth.specs.items():
-        if own != WHOLE and member not in without:
-            for operand, spec in growth.required_specs(member).items():
-                if operand not in growth.specs:
-                    yield operand, spec
+    for member, operand, spec in growth.reads():
+        if growth.specs[member] != WHOLE and member not in without and operand not in growth.specs:
+            yield operand, spec
 
 
 def _bytes(growth: WideGrowth, before: WideGrowth) -> int:
@@ -192,17 +180,12 @@ def _bytes(growth: WideGrowth, before: WideGrowth) -> int:
     return sum(map(nbytes, {ops.base_of(node) for node in crossing}))
 
 
-def _is_closed(joint: JointGraph, trial: WideGrowth) -> bool:
+def _is_closed(trial: WideGrowth) -> bool:
     """Whether no path leaves one of the region's parts and comes back to it."""
     for in_backward in (False, True):
-        part = {
-            node
-            for node, spec in trial.specs.items()
-            if spec != WHOLE and (node in joint.backward) == in_backward
-        }
         closed = trial.copy()
         try:
-            closed.close(part)
+            closed.close(trial.part(in_backward))
         except CannotTake:
             return False
         if closed.specs.keys() != trial.specs.keys():

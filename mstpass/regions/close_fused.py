@@ -18,10 +18,9 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, ancestors, numel, value_of
-from mstpass.graph.tokens import WHOLE, CannotTake
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake
 from mstpass.regions.absorb import (
     absorb_sums,
-    absorb_sums_of_gradients,
     absorb_users,
     check_linear,
 )
@@ -64,7 +63,9 @@ def close_fused(joint: JointGraph, growth: WideGrowth) -> tuple[Unit | None, str
         growth.adopt(trial)
         absorb_users(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
         absorb_sums(joint, growth)
-        absorb_sums_of_gradients(joint, growth)
+        # of a weight that is used twice, the loop has one sum: dw = dw_1 + dw_2
+        of_weights = filter(ops.is_matmul, joint.backward.intersection(growth.specs))
+        growth.join_sums({node for node in of_weights if growth.specs[node] == SUM})
         _check_matmuls_in_a_row(joint, growth)
     except CannotTake as refusal:
         return None, f"not fused: {refusal.node.name}: {refusal.reason}"

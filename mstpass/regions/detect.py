@@ -20,7 +20,7 @@ batch are compared. A loss over logits is then computed in rounds (loops/rounds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from torch import fx
 
@@ -73,7 +73,7 @@ def find_regions(
             try:
                 region, growth = _region(joint, growth, anchor, spec)
             except CannotTake as refusal:
-                other = _along_features(joint, growth, anchor, spec) if along_features else None
+                other = _along_features(joint, taken, anchor, spec) if along_features else None
                 if other is None:
                     rejections.append((anchor, rejection_of(anchor, refusal)))
                     refused.update(n for n in growth.specs if growth.wide(n))
@@ -104,18 +104,17 @@ def region_along_features(
     anchor, spec = next(iter(known.items()))  # the one with the most bytes
     taken = {joint.by_name[name] for r in others for name, spec in r.members if spec != WHOLE}
     taken = {node for node in taken if not ops.is_cheap_view(node)}
-    growth = WideGrowth(joint, wide_numel(anchor, spec), taken)
-    found = _along_features(joint, growth, anchor, spec)
+    found = _along_features(joint, taken, anchor, spec)
     return None if found is None else found[0]
 
 
 def _along_features(
-    joint: JointGraph, growth: WideGrowth, anchor: fx.Node, spec: Spec
+    joint: JointGraph, taken: Set[fx.Node], anchor: fx.Node, spec: Spec
 ) -> tuple[Region, WideGrowth] | None:
     """The region around an anchor whose loops run over its features; None if there is none.
 
     Args:
-        growth: that of the refused region over tokens.
+        taken: the members of other regions.
         spec: the anchor's token dims.
     """
     value = value_of(anchor)
@@ -126,7 +125,7 @@ def _along_features(
     (dim,) = dims
     axis = axis_of(FEATURES, value.shape[dim])
     never_wide = joint.cached(weights_and_gradients)
-    other = WideGrowth(joint, _FEW_ROWS * value.shape[dim], growth.taken, axis, never_wide)
+    other = WideGrowth(joint, _FEW_ROWS * value.shape[dim], taken, axis, never_wide)
     try:
         other.add(anchor, HeadDim(dim))
         return _closed(joint, other, Core(anchor, value.shape[dim], FEATURES))
@@ -190,16 +189,7 @@ def _num_tokens(anchor: fx.Node, spec: Spec) -> int:
 def _close_apart(joint: JointGraph, growth: WideGrowth) -> None:
     """Close the forward and the backward part of a region, each as a loop of its own."""
     for in_backward in (False, True):
-        part = _part(joint, growth, in_backward)
-        if part:
+        if part := growth.part(in_backward):
             growth.close(part)
-            absorb_users(joint, growth, _part(joint, growth, in_backward))
+            absorb_users(joint, growth, growth.part(in_backward))
     absorb_norms(joint, growth)
-
-
-def _part(joint: JointGraph, growth: WideGrowth, in_backward: bool) -> set[fx.Node]:
-    return {
-        node
-        for node, spec in growth.specs.items()
-        if spec != WHOLE and (node in joint.backward) == in_backward
-    }

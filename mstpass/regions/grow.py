@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 from torch import fx
@@ -98,6 +98,23 @@ class Growth:
             CannotTake: the op of the member has no rule for its spec.
         """
         return self._needs_of(member, self.specs[member])
+
+    def reads(self) -> Iterator[tuple[fx.Node, fx.Node, Spec]]:
+        """Each member, and each of its operands with the spec that the member requires."""
+        for member in self.specs:
+            for operand, spec in self.required_specs(member).items():
+                yield member, operand, spec
+
+    def has_operands(self, node: fx.Node, is_available: Callable[[fx.Node, Spec], bool]) -> bool:
+        """Whether each operand of a member is one in the spec that is required, or available."""
+        try:
+            required = self.required_specs(node)
+        except CannotTake:
+            return False
+        return all(
+            self.specs[n] == spec if n in self.specs else is_available(n, spec)
+            for n, spec in required.items()
+        )
 
     def _needs_of(self, node: fx.Node, spec: Spec | Reduced) -> OperandSpecs:
         found = self._needs_for(node, spec)

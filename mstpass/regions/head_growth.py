@@ -33,6 +33,7 @@ from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import SUM, CannotTake, Reduced, Refusal, Spec
 from mstpass.regions.grow import ANOTHER, Growth
+from mstpass.regions.paths import back_to
 from mstpass.walk import walk_once
 
 OTHER_ATTENTION = "another attention reads the same keys and values"
@@ -159,10 +160,9 @@ class HeadGrowth(Growth):
                 for node in self.specs
                 if (node in self.joint.backward) == backward and not ops.is_constant(node)
             }  # a loop makes its own constants
-            places = [index[node] for node in part] or [0]
-            paths = Paths(part, self.joint.nodes[min(places) : max(places) + 1])
-            trip = paths.first_round_trip()
-            if trip is not None:
+            if trips := back_to(self.joint, part, part):
+                places, trip = [index[node] for node in part], trips[0]
+                paths = Paths(part, self.joint.nodes[min(places) : max(places) + 1])
                 core = self._core_of_backward(seed, paths) if backward else {seed}
                 cut = paths.to_leave_out(core) or {n for n in trip.all_input_nodes if n in part}
                 raise RoundTrip(trip, self.barriers.get(trip, ROUND_TRIP), cut)
@@ -201,18 +201,6 @@ class Paths:
 
     def __init__(self, part: Set[fx.Node], nodes: Sequence[fx.Node]):
         self.part, self.nodes = part, nodes
-
-    def first_round_trip(self) -> fx.Node | None:
-        """The first node outside of a path that comes back; None if there is no such path."""
-        outside: dict[fx.Node, fx.Node] = {}  # what depends on the part: the first on its path
-        for node in self.nodes:
-            before = [outside[n] for n in node.all_input_nodes if n in outside]
-            if node in self.part:
-                if before:
-                    return before[0]
-            elif before or any(n in self.part for n in node.all_input_nodes):
-                outside[node] = before[0] if before else node
-        return None
 
     def after(self, core: Collection[fx.Node]) -> set[fx.Node]:
         """The members to which a path leads from the core by way of a node outside."""

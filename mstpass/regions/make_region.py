@@ -106,10 +106,6 @@ def _width(core: Core, spec: Spec | Reduced) -> int:
     return numel(core.anchor) // token_count(generic_shape(core.anchor.meta["val"]), spec)
 
 
-def _spec_or_none(spec: Spec | Reduced) -> Spec | None:
-    return None if isinstance(spec, Reduced) else spec
-
-
 # ---- what leaves the region ----------------------------------------------------------------------
 def _outputs(joint: JointGraph, growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
     """The members that nodes outside need, and those that the step returns.
@@ -161,10 +157,10 @@ def _without_views(growth: WideGrowth, node: fx.Node) -> fx.Node:
 def _check_values(growth: WideGrowth, static_features: bool) -> None:
     """Only the token dims of a value may be symbolic, so that one loop body fits every batch, and
     all values are ordinary tensors."""
-    specs: dict[fx.Node, Spec] = {n: _spec_or_none(s) or WHOLE for n, s in growth.specs.items()}
-    for member in growth.specs:
-        specs.update((n, s) for n, s in growth.required_specs(member).items() if n not in specs)
-    for node, spec in specs.items():
+    specs = dict(growth.specs)
+    specs.update((n, s) for _, n, s in growth.reads() if n not in growth.specs)
+    for node, held in specs.items():
+        spec = WHOLE if isinstance(held, Reduced) else held
         for value in tensors_of(node.meta.get("val")):
             if not is_ordinary(value):
                 raise CannotTake(node, "is no ordinary tensor: it is sparse, or a lazy conjugate")

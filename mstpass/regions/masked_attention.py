@@ -58,7 +58,9 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
         for user in result.users
         if mask_of(user) is not None and is_backward(user) and argument(user, "out") is result
     ]
-    growth = Growth(joint, QUERY_AXIS)
+    query = value_of(argument(attention, "query"))
+    assert query is not None, "the op gives one tensor"
+    queries, growth = int(query.shape[ROWS]), Growth(joint, QUERY_AXIS)
     for node in (attention, *backwards):
         growth.specs[node] = (ROWS,)
         growth.required_specs(node)
@@ -66,8 +68,9 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
             of_item = growth.spec_of_user(item, node)
             if isinstance(of_item, Refusal):
                 raise CannotTake(node, OTHER_RESULT)
-            if of_item == (ROWS,):
-                _check_rows(item, attention)
+            value = value_of(item)
+            if of_item == (ROWS,) and (value is None or value.shape[ROWS] != queries):
+                raise CannotTake(item, PADDED)
             growth.specs[item] = of_item
     if not taken.isdisjoint(growth.specs):
         raise CannotTake(attention, ANOTHER)
@@ -76,7 +79,6 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
     for node in (attention, *backwards):
         masks.add_mask(node, growth.required_specs(node))
     growth.specs |= masks.specs
-    queries = _queries(attention)
     return Region(
         kind=KIND,
         source=source_of(attention),
@@ -87,23 +89,6 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
         axis=QUERIES,
         **growth.plain(outputs),
     )
-
-
-def _queries(attention: fx.Node) -> int:
-    value = value_of(argument(attention, "query"))
-    assert value is not None, "the op gives one tensor"
-    return int(value.shape[ROWS])
-
-
-def _check_rows(item: fx.Node, attention: fx.Node) -> None:
-    """Check that a result has as many rows as there are queries.
-
-    Raises:
-        CannotTake: it has more.
-    """
-    value = value_of(item)
-    if value is None or value.shape[ROWS] != _queries(attention):
-        raise CannotTake(item, PADDED)
 
 
 class _Masks(Growth):

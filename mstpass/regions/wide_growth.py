@@ -186,9 +186,8 @@ class WideGrowth(Growth):
         Raises:
             CannotTake: the region itself computes such a value.
         """
-        for member in self.specs:
-            for operand, spec in self.required_specs(member).items():
-                self._check_role(operand, spec)
+        for _, operand, spec in self.reads():
+            self._check_role(operand, spec)
 
     def _check_role(self, operand: fx.Node, spec: Spec) -> None:
         known = self.specs.get(operand, spec)
@@ -220,6 +219,14 @@ class WideGrowth(Growth):
         # An item of a tuple joins only together with the op that returns the tuple.
         tuples = [n for n in required if value_of(n) is None and n not in self.specs]
         return all(self._can_pull(n, required[n]) for n in tuples)
+
+    def part(self, in_backward: bool) -> set[fx.Node]:
+        """The members of one phase that are no whole values."""
+        return {
+            node
+            for node, spec in self.specs.items()
+            if spec != WHOLE and (node in self.joint.backward) == in_backward
+        }
 
     # ---- closing a part: no path may leave it and come back -----------------------------------
     def close(self, part: set[fx.Node], ignored: fx.Node | None = None) -> None:
@@ -277,8 +284,7 @@ class WideGrowth(Growth):
         """Members, and what they read that a loop over all tokens has to complete first."""
         return [
             (member, operand)
-            for member in self.specs
-            for operand, spec in self.required_specs(member).items()
+            for member, operand, spec in self.reads()
             if spec == WHOLE and isinstance(self.specs.get(operand), Reduced)
         ]
 

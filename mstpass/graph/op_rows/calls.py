@@ -78,33 +78,28 @@ def product_rows() -> dict[Any, Row]:
 def attention_rows() -> dict[Any, Row]:
     """Fused attention; the names of the workspaces are those of memory/workspaces.py."""
     sdpa, flash, efficient = "aten::_scaled_dot_product_", "aten::_flash", "aten::_efficient"
-    forward, backward = Attention(False, results=2), Attention(True, results=4)
-    of_rows = dataclasses.replace(forward, by_row=True)
-    of_rows_backward = dataclasses.replace(backward, by_row=True)
-    efficient_forward = dataclasses.replace(of_rows, efficient=True)
-    efficient_backward = dataclasses.replace(of_rows_backward, mask_to_write=4, efficient=True)
-    tokens_first = dataclasses.replace(forward, heads_dim=2)
-    tokens_first_backward = dataclasses.replace(backward, heads_dim=2)
-    known: dict[str, tuple[Attention, str]] = {
-        f"{sdpa}flash_attention_for_cpu": (of_rows, row.CPU_FLASH),
-        f"{sdpa}flash_attention_for_cpu_backward": (of_rows_backward, row.CPU_FLASH),
-        f"{sdpa}flash_attention": (forward, row.FLASH),
-        f"{sdpa}flash_attention_backward": (backward, row.FLASH_BACKWARD),
-        f"{sdpa}efficient_attention": (efficient_forward, row.EFFICIENT),
-        f"{sdpa}efficient_attention_backward": (efficient_backward, row.EFFICIENT_BACKWARD),
-        f"{sdpa}cudnn_attention": (of_rows, ""),
-        f"{sdpa}cudnn_attention_backward": (of_rows_backward, row.CUDNN_BACKWARD),
-        f"{sdpa}fused_attention_overrideable": (forward, ""),
-        f"{sdpa}fused_attention_overrideable_backward": (backward, ""),
-        f"{flash}_attention_forward": (tokens_first, row.FLASH),
-        f"{flash}_attention_backward": (tokens_first_backward, row.FLASH_BACKWARD),
-    }
     reason = "attention: every token reads other tokens"
+
+    def fused(backward: bool, workspace: str, **known: Any) -> Row:
+        attention = Attention(backward, results=4 if backward else 2, **known)
+        return Row("other", mixes=reason, attention=attention, workspace=workspace)
+
+    def both(name: str, forward: str, backward: str, **known: Any) -> dict[str, Row]:
+        of_backward = fused(True, backward, **known)
+        return {name: fused(False, forward, **known), f"{name}_backward": of_backward}
+
+    by_memory = {"by_row": True, "efficient": True}
     return {
-        **{
-            name: Row("other", mixes=reason, attention=attention, workspace=workspace)
-            for name, (attention, workspace) in known.items()
-        },
+        **both(f"{sdpa}flash_attention_for_cpu", row.CPU_FLASH, row.CPU_FLASH, by_row=True),
+        **both(f"{sdpa}flash_attention", row.FLASH, row.FLASH_BACKWARD),
+        f"{sdpa}efficient_attention": fused(False, row.EFFICIENT, **by_memory),
+        f"{sdpa}efficient_attention_backward": fused(
+            True, row.EFFICIENT_BACKWARD, mask_to_write=4, **by_memory
+        ),
+        **both(f"{sdpa}cudnn_attention", "", row.CUDNN_BACKWARD, by_row=True),
+        **both(f"{sdpa}fused_attention_overrideable", "", ""),
+        f"{flash}_attention_forward": fused(False, row.FLASH, heads_dim=2),
+        f"{flash}_attention_backward": fused(True, row.FLASH_BACKWARD, heads_dim=2),
         # No loop over heads runs these.
         f"{efficient}_attention_forward": Row(
             "other", attention=Attention(False, heads_dim=2), workspace=row.EFFICIENT
@@ -125,11 +120,8 @@ def attention_rows() -> dict[Any, Row]:
             attention=Attention(True, results=3, flex=FlexArguments(7, 9, (7, 8))),
             workspace=row.FLEX_BACKWARD,
         ),
-        "mstpass::attend_rows": Row("other", mixes=reason, attention=forward, workspace=row.ROWS),
-        **dict.fromkeys(
-            ("mstpass::attend_rows_backward", "mstpass::add_attend_rows_backward_"),
-            Row("other", mixes=reason, attention=backward, workspace=row.ROWS_BACKWARD),
-        ),
+        **both("mstpass::attend_rows", row.ROWS, row.ROWS_BACKWARD),
+        "mstpass::add_attend_rows_backward_": fused(True, row.ROWS_BACKWARD),
     }
 
 
