@@ -29,10 +29,9 @@ from collections.abc import Sequence, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention, is_product, mask_of, shares_keys
 from mstpass.graph.axes import HEADS, QUERIES
-from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.query_rows import mask_of, shares_keys
 from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of

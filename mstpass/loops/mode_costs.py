@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from mstpass.graph.attention import is_attention
 from mstpass.graph.attention_work import attention_work
 from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
-from mstpass.graph.heads import is_attention
 from mstpass.graph.host_rows import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work

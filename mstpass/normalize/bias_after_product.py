@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import is_attention_item
+from mstpass.graph.attention import is_attention_item
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten

@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention
 from mstpass.graph.builder import Builder
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten

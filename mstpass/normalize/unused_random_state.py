@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph.heads import is_attention, is_attention_item, result_has_heads
+from mstpass.graph.attention import held_by_item, is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_static
@@ -43,7 +43,7 @@ def unused_random_state(joint: JointGraph) -> Rewritten:
 
 def _is_unused_state(node: fx.Node) -> bool:
     """Whether only backwards of attention read the node, a state from which they do not draw."""
-    if not is_attention_item(node) or result_has_heads(node.all_input_nodes[0], node.args[1]):  # type: ignore[arg-type]
+    if not is_attention_item(node) or held_by_item(node) is not None:
         return False
     value = value_of(node)
     readers = list(node.users)

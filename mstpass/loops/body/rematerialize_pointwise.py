@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import is_product
+from mstpass.graph.attention import is_product
 from mstpass.graph.joint import numel
 from mstpass.graph.materialization import materialize
 
