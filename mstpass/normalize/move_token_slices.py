@@ -99,7 +99,7 @@ class _SliceMover(Partial):
 
     def __init__(self, joint: JointGraph, sliced: _SlicedMatmul):
         rewriting = Rewriting(joint)
-        by_name, self.window = rewriting.joint.by_name, sliced.window
+        by_name, self.choice = rewriting.joint.by_name, sliced.window
         self.matmul, self.spec = by_name[sliced.matmul.name], sliced.spec
         self.slices = [by_name[node.name] for node in sliced.slices]
         self.wide_numel = WIDE_OF_ANCHOR * numel(self.matmul)
@@ -109,7 +109,7 @@ class _SliceMover(Partial):
         super().__init__(rewriting, [first.meta["val"].shape[d] for d in spec])
         self.every = [first.all_input_nodes[0].meta["val"].shape[d] for d in spec]
         bounds = slice_bounds(first)[:2] if rows is None else []
-        self.chosen = Chosen(self.grid, self.window.axis, bounds, rows)
+        self.chosen = Chosen(self.grid, self.choice.axis, bounds, rows)
         if rows is not None:
             for reader in rows.users:
                 self.sizes.learn(reader)
@@ -117,7 +117,7 @@ class _SliceMover(Partial):
                 self.sizes.learn_dim(rows, 0)
         # gradients that are zero outside of the window, and those that write it into zeros
         self.scattered, self.scatters = _scattered_gradients(
-            self.joint, self.window, self.wide_numel
+            self.joint, self.choice, self.wide_numel
         )
 
     def move(self) -> tuple[JointGraph, str]:
@@ -148,7 +148,7 @@ class _SliceMover(Partial):
         """The token dims of the value that a slice reads, which have the sizes of the grid."""
         source = value_of(node.all_input_nodes[0])
         assert source is not None, "the source is known"
-        window = self.window
+        window = self.choice
         spec = grid_spec(node, generic_shape(source), window.grid, window.axis)
         if spec is None:
             raise CannotTake(node, "its token dims are not those of the window")
@@ -174,7 +174,7 @@ class _SliceMover(Partial):
     def given(self, node: fx.Node, spec: Spec) -> fx.Node:
         if node in self.scatters:
             return self.in_chunk_form(scattered_source(node), node, spec)
-        held, window = [generic(node.meta["val"].shape[d]) for d in spec], list(self.window.grid)
+        held, window = [generic(node.meta["val"].shape[d]) for d in spec], list(self.choice.grid)
         merged = 1 in (len(spec), len(window)) and math.prod(held) == math.prod(window)
         if not merged and held != window:
             raise CannotTake(node, "its token dims differ from those of the slice")
