@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -56,6 +56,11 @@ class Builder:
         """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def filled(self, shape: Sequence[Any], number: float, like: torch.Tensor) -> fx.Node:
+        """A constant of this shape, with the dtype and device of ``like``."""
+        full = torch.ops.aten.full.default
+        return self.call(full, list(shape), number, dtype=like.dtype, device=like.device)
 
     def sized(self, value: torch.Tensor | Size, size: Callable[[Size], int]) -> torch.Tensor | int:
         """A fake value like this one, with plain ints in place of its symbolic sizes."""
