@@ -28,7 +28,7 @@ from tests.mixed_solver import mixed_wherever_possible
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
-PREPARED_BYTES = 1024  # of scalars that are computed before a loop
+PREPARED = 1024, 0.0005  # bytes, part of the peak: of what is computed before a loop
 
 CUDA = pytest.param(
     "cuda",
@@ -155,7 +155,8 @@ def every_plan_keeps_its_promises() -> Iterator[None]:
             graphs = [graph.graph for graph in result.modules]
             written = [simulate_step(*graphs, delayed).peak_bytes for delayed in (False, True)]
             said = result.after.peak_bytes
-            assert min(abs(each - said) for each in written) <= PREPARED_BYTES, (written, said)
+            most = max(PREPARED[0], PREPARED[1] * said)
+            assert min(abs(each - said) for each in written) <= most, (written, said)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
