@@ -15,7 +15,6 @@ from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
-from mstpass.normalize.downstream import downstream
 from mstpass.normalize.parts import (
     WRITERS,
     Parts,
@@ -23,7 +22,7 @@ from mstpass.normalize.parts import (
     picked,
     written_parts,
 )
-from mstpass.normalize.token_window import TAKERS
+from mstpass.normalize.token_window import TAKERS, downstream
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten

@@ -54,7 +54,7 @@ class Windows:
         wide_numel: how many elements of the whole value are wide.
         items: each with the bounds of its tokens along the axis.
         of_products: the source is narrow; products make wide values of its items
-            (product_windows.py).
+            (join_windows.py).
     """
 
     source: fx.Node

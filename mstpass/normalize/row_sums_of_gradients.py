@@ -27,7 +27,7 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.row_sums import sum_of_row
 from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.normalize.downstream import downstream
+from mstpass.normalize.token_window import downstream
 
 aten = torch.ops.aten
 _FULL_PRECISION = (torch.float32, torch.float64)

@@ -55,7 +55,6 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.downstream import downstream
 from mstpass.normalize.follow_parts import (
     COMBINED,
     LOW_PRECISION,
@@ -63,6 +62,7 @@ from mstpass.normalize.follow_parts import (
     follow_parts,
 )
 from mstpass.normalize.parts import Parts, parts_after_view, written_parts
+from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten

@@ -1,4 +1,6 @@
-"""Divide the product that projects queries, keys and values at once, because heads run across it.
+"""The forms of projections and of attention that loops over heads need.
+
+``products_by_section``: the product that projects queries, keys and values at once is divided.
 
 A *section* is a range of the columns of a product, which one reader takes. With two of them::
 
@@ -11,6 +13,19 @@ A *section* is a range of the columns of a product, which one reader takes. With
 
 A group of heads has columns in every section, so no slice of the undivided product belongs to it.
 Only products of which attention reads sections are divided, and only with their gradients.
+
+``bias_after_product``: that of attention's output is added later, as heads can add up sums.
+
+    addmm(bias, x, weight)  =  mm(x, weight) + bias
+
+Each group of heads has its share of the product; the bias is added once. Only products of values
+that attention returns are rewritten, seen through views and copies.
+
+``unused_random_state``: attention's backward gets zeros for a state that it does not read.
+
+Some attention ops return, besides their result, the state of the generator from which their forward
+drew its dropout; the backward draws the same numbers from it. Without dropout nobody reads it. It
+has no heads, so a loop over heads could neither slice nor stack it.
 """
 
 from __future__ import annotations
@@ -27,11 +42,12 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder
-from mstpass.graph.heads import is_attention
-from mstpass.graph.joint import JointGraph
+from mstpass.graph.heads import is_attention, is_attention_item, result_has_heads
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.sizes import is_static
+from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.walk import walk, walk_once
 
 aten = torch.ops.aten
@@ -243,3 +259,71 @@ class _Division:
         sizes: Any = matrix.args[1]
         columns = part.meta["val"].shape[-1]
         return self.builder.call(aten.reshape.default, part, [*sizes[:-1], columns])
+
+
+def bias_after_product(joint: JointGraph) -> Rewritten:
+    """Rewrite the biased products of attention's results, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the products in it; the graph itself if it has no such product.
+    """
+    return rewritten(joint, filter(_is_output_projection, joint.nodes), _product_and_sum)
+
+
+def _is_output_projection(node: fx.Node) -> bool:
+    if node.target is not aten.addmm.default or node.kwargs:
+        return False
+    source = node.args[1]
+    assert isinstance(source, fx.Node), "the source is a node"
+    while (ops.is_cheap_view(source) or ops.is_copy(source)) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return is_attention_item(source) or source.target is aten.bmm.default
+
+
+def _product_and_sum(rewriting: Rewriting, biased: fx.Node) -> fx.Node:
+    """Replace the node by a product and a sum; returns the product."""
+    call = rewriting.builder.call
+    bias, left, right = biased.args
+    with rewriting.graph.inserting_before(biased):
+        product = call(aten.mm.default, left, right)
+        total = call(aten.add.Tensor, product, bias)
+    for node in (product, total):
+        node.meta.update(policy_meta(biased))
+    rewriting.replace(biased, total)
+    return product
+
+
+def unused_random_state(joint: JointGraph) -> Rewritten:
+    """Replace the state that backwards of attention without dropout are given, in a copy.
+
+    Returns:
+        The copy and the names of the backwards in it that read zeros now; the graph itself if there
+        is no such state.
+    """
+    if not any(_is_unused_state(node) for node in joint.nodes):
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    readers: set[str] = set()
+    for node in rewriting.joint.nodes:
+        value = value_of(node)
+        if value is not None and _is_unused_state(node):
+            with rewriting.graph.inserting_before(node.next):
+                kind = {"dtype": value.dtype, "device": value.device}
+                zero = rewriting.builder.call(aten.full.default, list(value.shape), 0, **kind)
+            readers.update(user.name for user in node.users)
+            rewriting.replace(node, zero)
+    return rewriting.finished(), frozenset(readers)
+
+
+def _is_unused_state(node: fx.Node) -> bool:
+    """Whether only backwards of attention read the node, a state from which they do not draw."""
+    if not is_attention_item(node) or result_has_heads(node.all_input_nodes[0], node.args[1]):  # type: ignore[arg-type]
+        return False
+    value = value_of(node)
+    readers = list(node.users)
+    return (
+        value is not None
+        and is_static(value)
+        and bool(readers)
+        and all(is_attention(n) and argument(n, "dropout_p") == 0 for n in readers)
+    )
