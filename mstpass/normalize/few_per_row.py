@@ -88,21 +88,18 @@ def _is_of_logits(joint: JointGraph, node: fx.Node, last: int) -> bool:
 
 def gathers_as_sums(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the sums; the graph itself if it has no such gather."""
-    found = [node.name for node in joint.nodes if _gathers_along_axis(joint, node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    before = set(rewriting.graph.nodes)
-    for name in found:
-        node = rewriting.joint.by_name[name]
-        source, dim, index = node.args[:3]
-        assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
-        assert isinstance(dim, int), "the dim is a number"
-        with rewriting.graph.inserting_before(node):
-            gathered = gather_few(rewriting.builder, source, dim, index)
-        rewriting.replace(node, gathered)
-    made = [node.name for node in rewriting.graph.nodes if node not in before]
-    return rewriting.finished(), frozenset(made)
+    found = (node for node in joint.nodes if _gathers_along_axis(joint, node))
+    new, _ = rewritten(joint, found, _replace_by_sum)
+    return new, new.new_names(joint)
+
+
+def _replace_by_sum(rewriting: Rewriting, node: fx.Node) -> None:
+    source, dim, index = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
+    assert isinstance(dim, int), "the dim is a number"
+    with rewriting.graph.inserting_before(node):
+        gathered = gather_few(rewriting.builder, source, dim, index)
+    rewriting.replace(node, gathered)
 
 
 def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:

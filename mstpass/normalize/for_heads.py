@@ -33,8 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -143,7 +142,7 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
             continue
         readers = list(_readers(left))
         if left.args[1] in (-1, left.meta["val"].dim() - 1) and all(
-            _division(reader, source) for source, reader in readers
+            _can_divide(reader, source) for source, reader in readers
         ):
             return left
     return None
@@ -160,44 +159,32 @@ def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         yield from ((shown, user) for user in shown.users if not shows(user))
 
 
-_Divide = Callable[[Builder, fx.Node, "list[fx.Node]", "tuple[tuple[int, int], ...]"], fx.Node]
+def _can_divide(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether it is known how a reader of the gradient becomes several."""
+    if reader.target is aten.mm.default:
+        return reader.args[0] is source
+    is_sum = reader.target is aten.sum.dim_IntList and source.target is not aten.permute.default
+    return is_sum and list(reader.args[1]) == [0]  # type: ignore[arg-type]
 
 
-def _division(reader: fx.Node, source: fx.Node) -> _Divide | None:
-    """How a reader of the gradient becomes several; None if that is not known."""
-    transposed = source.target is aten.permute.default
-    if reader.target is aten.mm.default and reader.args[0] is source:
-        return _weight_gradient if transposed else _input_gradient
-    if reader.target is aten.sum.dim_IntList and not transposed and list(reader.args[1]) == [0]:  # type: ignore[arg-type]
-        return _bias_gradient
-    return None
-
-
-def _input_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
+def _divided(
+    builder: Builder, reader: fx.Node, parts: list[fx.Node], match: _Sections, transposed: bool
 ) -> fx.Node:
-    terms = []
-    for part, (start, end) in zip(parts, bounds, strict=True):
-        rows = builder.call(aten.slice.Tensor, node.args[1], 0, start, end)
-        terms.append(builder.call(aten.mm.default, part, rows))
-    return functools.reduce(lambda a, b: builder.call(aten.add.Tensor, a, b), terms)
-
-
-def _weight_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
-) -> fx.Node:
-    rows = []
-    for part in parts:
-        transposed = builder.call(aten.permute.default, part, [1, 0])
-        rows.append(builder.call(aten.mm.default, transposed, node.args[1]))
-    return builder.call(aten.cat.default, rows, 0)
-
-
-def _bias_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
-) -> fx.Node:
-    sums = [builder.call(node.target, part, *node.args[1:], **node.kwargs) for part in parts]
-    return builder.call(aten.cat.default, sums, -1)
+    """What a reader becomes: the gradient of the bias, of the weight, or of the tokens."""
+    call, other = builder.call, reader.args[1]
+    if reader.target is not aten.mm.default:
+        sums = [call(reader.target, part, *reader.args[1:], **reader.kwargs) for part in parts]
+        return call(aten.cat.default, sums, -1)
+    if transposed:
+        products = [
+            call(aten.mm.default, call(aten.permute.default, part, [1, 0]), other) for part in parts
+        ]
+        return call(aten.cat.default, products, 0)
+    products = [
+        call(aten.mm.default, part, call(aten.slice.Tensor, other, 0, *bounds))
+        for part, bounds in zip(parts, match.bounds, strict=True)
+    ]
+    return functools.reduce(functools.partial(call, aten.add.Tensor), products)
 
 
 # ---- the rewrite ---------------------------------------------------------------------------------
@@ -205,33 +192,25 @@ class _Division:
     """Divides one product and the readers of its gradient."""
 
     def __init__(self, rewriting: Rewriting, match: _Sections):
-        self.rewriting, self.builder, self.bounds = rewriting, rewriting.builder, match.bounds
+        self.rewriting, self.builder, self.match = rewriting, rewriting.builder, match
         nodes = (match.product, match.split, match.gradient)
         self.product, self.split, self.gradient = map(rewriting.joint.by_name.__getitem__, nodes)
 
     def divide(self) -> list[fx.Node]:
         """Returns the products of the forward."""
-        products = []
-        for number, item in enumerate(self._items()):
-            if item is not None:
-                products.append(self._divide_forward(number, item))
+        items = sorted(self.split.users, key=lambda item: item.args[1])  # type: ignore[arg-type,return-value]
+        products = list(map(self._divide_forward, items))
         for source, reader in list(_readers(self.gradient)):
-            division = _division(reader, source)
-            assert division is not None, "the division is known"
             with self.builder.graph.inserting_before(reader):
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
-                result = division(self.builder, reader, parts, self.bounds)
+                transposed = source.target is aten.permute.default
+                result = _divided(self.builder, reader, parts, self.match, transposed)
             self.rewriting.replace(reader, result)
         return products
 
-    def _items(self) -> list[fx.Node | None]:
-        items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
-        assert all(u.target is operator.getitem for u in self.split.users), "its users are items"
-        return [items.get(number) for number in range(len(self.bounds))]
-
-    def _divide_forward(self, number: int, item: fx.Node) -> fx.Node:
-        start, end = self.bounds[number]
+    def _divide_forward(self, item: fx.Node) -> fx.Node:
+        start, end = self.match.bounds[item.args[1]]  # type: ignore[index]
         builder, product = self.builder, self.product
         *bias, left, right = product.args
         with builder.graph.inserting_before(product):
@@ -308,8 +287,7 @@ def unused_random_state(joint: JointGraph) -> Rewritten:
         value = value_of(node)
         if value is not None and _is_unused_state(node):
             with rewriting.graph.inserting_before(node.next):
-                kind = {"dtype": value.dtype, "device": value.device}
-                zero = rewriting.builder.call(aten.full.default, list(value.shape), 0, **kind)
+                zero = rewriting.builder.filled(value.shape, 0, value)
             readers.update(user.name for user in node.users)
             rewriting.replace(node, zero)
     return rewriting.finished(), frozenset(readers)

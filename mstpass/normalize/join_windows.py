@@ -40,20 +40,17 @@ for what lies between them is computed for nothing.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.order import Circle
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.lanes import (
@@ -84,7 +81,7 @@ def join_windows(joint: JointGraph) -> Rewritten:
         The copy and the names of the nodes that were changed or made; the graph itself if there is
         no such window.
     """
-    return _with_joined(joint, next_windows)
+    return repeated(joint, next_windows, _joined)
 
 
 def join_products(joint: JointGraph) -> Rewritten:
@@ -93,20 +90,7 @@ def join_products(joint: JointGraph) -> Rewritten:
     Returns:
         As ``join_windows``.
     """
-    return _with_joined(joint, next_product_windows)
-
-
-def _with_joined(
-    joint: JointGraph, next_of: Callable[[JointGraph, set[str]], Windows | None]
-) -> Rewritten:
-    changed: set[str] = set()
-    given_up: set[str] = set()
-    while (windows := next_of(joint, given_up)) is not None:
-        given_up.add(windows.source.name)
-        with contextlib.suppress(CannotTake, UnknownSize, Circle):
-            joint, names = _joined(joint, windows)
-            changed |= names
-    return joint, frozenset(changed)
+    return repeated(joint, next_product_windows, _joined)
 
 
 def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
@@ -127,8 +111,7 @@ def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
     writer = _Writer(rewriting, windows, groups)
     writer.write()
     new = rewriting.finished(reorder=True)
-    known = set(joint.by_name)
-    return new, {n.name for n in new.nodes if n.name not in known} | writer.changed
+    return new, {*new.new_names(joint), *writer.changed}
 
 
 def _groups(lanes: list[Lane]) -> list[list[Lane]]:
@@ -258,14 +241,16 @@ class _Writer:
         replace_alike(self.rewriting, old, new)
 
 
-def next_product_windows(joint: JointGraph, given_up: Container[str]) -> Windows | None:
+def next_product_windows(
+    joint: JointGraph, tried: Container[str]
+) -> tuple[list[str], Windows] | None:
     """The windows of a value that was not tried yet, several of which are multiplied."""
     found: defaultdict[tuple[fx.Node, Spec, int], dict[fx.Node, tuple[int, int]]]
     found = defaultdict(dict)  # source, its token dims, the sliced one of these: items
     product_of: dict[fx.Node, fx.Node] = {}  # of an item the one with the narrowest result
     for anchor, spec in reversed(joint.cached(anchors)):
         item = _item(anchor, spec)
-        if item is None or item[0].all_input_nodes[0].name in given_up:
+        if item is None or item[0].all_input_nodes[0].name in tried:
             continue
         node, of_source = item
         source = node.all_input_nodes[0]
@@ -281,7 +266,8 @@ def next_product_windows(joint: JointGraph, given_up: Container[str]) -> Windows
             continue
         narrowest = min(numel(product_of[n]) * size / length for n, length in lengths.items())
         every = tuple((node, *bounds) for node, bounds in items.items())
-        return Windows(source, spec, axis, WIDE_OF_ANCHOR * narrowest, every, of_products=True)
+        wide_numel = WIDE_OF_ANCHOR * narrowest
+        return [source.name], Windows(source, spec, axis, wide_numel, every, of_products=True)
     return None
 
 

@@ -75,18 +75,14 @@ def scattered_constants(joint: JointGraph) -> Rewritten:
     found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
     mode = fake_mode_of(joint.nodes) if found else None
     dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}
-    if not any(dtypes.values()):
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    for name, dtype in dtypes.items():
-        if dtype is None:
-            continue
-        node = rewriting.joint.by_name[name]
+
+    def cast(rewriting: Rewriting, node: fx.Node) -> None:
         readers = list(node.users)
         with rewriting.graph.inserting_after(node):
-            cast = rewriting.builder.call(_cast, node, dtype)
-        rewriting.replace(node, cast, readers)
-    return rewriting.finished(), frozenset()
+            new = rewriting.builder.call(_cast, node, dtypes[node.name])
+        rewriting.replace(node, new, readers)
+
+    return rewritten(joint, (node for node in found if dtypes.get(node.name)), cast)
 
 
 def _is_choice_of_numbers(node: fx.Node) -> bool:

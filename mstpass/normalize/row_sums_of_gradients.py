@@ -206,11 +206,7 @@ class _Terms:
         hits = linearity.is_zero(miss)
         if not hits and not linearity.is_zero(hit):
             raise _NoTerms
-        value = node.meta["val"]
-        zero, one = (
-            self.call(aten.full.default, [], n, dtype=value.dtype, device=value.device)
-            for n in (0, 1)
-        )
+        zero, one = (self.builder.filled([], n, node.meta["val"]) for n in (0, 1))
         found = []
         for factor, row in self.of(hit if hits else miss):
             if condition.meta["val"].shape[-1] == 1 and factor is not None:

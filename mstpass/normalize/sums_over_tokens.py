@@ -49,6 +49,7 @@ from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import policy_meta, replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.row_sums import exponents
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
@@ -197,17 +198,9 @@ def _sum_of(total: fx.Node) -> _Sum | None:
     """The sum, if the node is the s of the pattern."""
     if total.target is not aten.sum.dim_IntList or not any(map(is_collective, total.users)):
         return None
-    (exponentials,) = total.all_input_nodes
-    if exponentials.target is not aten.exp.default:
-        return None
-    (difference,) = exponentials.all_input_nodes
-    if difference.target is not aten.sub.Tensor or len(difference.args) != 2 or difference.kwargs:
-        return None
-    values, maximum = difference.args
-    if not isinstance(values, fx.Node) or not isinstance(maximum, fx.Node):
-        return None
-    own = _maximum_of_all_ranks(maximum)
-    if own is None or own.target is not aten.amax.default or own.args[0] is not values:
+    values, maximum = exponents(total.args[0])
+    own = None if values is None else _maximum_of_all_ranks(maximum)
+    if own is None or own.target is not aten.amax.default or own.args[:1] != (values,):
         return None
     if list(own.args[1:2]) != list(total.args[1:2]) or not _keep_dims(own, total):
         return None
@@ -244,17 +237,11 @@ def _replace_by_own_sum(rewriting: Rewriting, found: _Sum) -> fx.Node:
     )
     value = own.meta["val"]
     call = builder.call
-    with builder.graph.inserting_after(own):
-        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-    with builder.graph.inserting_after(zero):
+    with builder.graph.inserting_before(own.next):
+        zero = builder.filled([], 0, value)
         nothing = call(aten.eq.Scalar, own, float("-inf"))
-    with builder.graph.inserting_after(nothing):
         subtracted = call(aten.where.self, nothing, zero, own)
-    with builder.graph.inserting_after(subtracted):
-        difference = call(aten.sub.Tensor, values, subtracted)
-    with builder.graph.inserting_after(difference):
-        exponentials = call(aten.exp.default, difference)
-    with builder.graph.inserting_after(exponentials):
+        exponentials = call(aten.exp.default, call(aten.sub.Tensor, values, subtracted))
         total = call(old.target, exponentials, *old.args[1:], **old.kwargs)
     with builder.graph.inserting_before(old):
         scale = call(aten.exp.default, call(aten.sub.Tensor, own, maximum))
