@@ -57,7 +57,7 @@ from mstpass.normalize.follow_parts import (
     COMBINED,
     LOW_PRECISION,
     MEANS,
-    follow_parts,
+    PartsFlow,
 )
 from mstpass.normalize.partial import replace_alike
 from mstpass.normalize.parts import Parts, parts_after_view, written_parts
@@ -120,14 +120,13 @@ class _Unstacker:
     """
 
     def __init__(self, joint: JointGraph, whole: tuple[fx.Node, float], parts: Parts | None = None):
-        self.rewriting, (cat, self.wide_numel) = Rewriting(joint), whole
+        self.rewriting, (cat, wide_numel) = Rewriting(joint), whole
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes
         self.cat = self.joint.by_name[cat.name]
         self.divides = parts is not None
-        flow = follow_parts(self.joint, self.cat, self.wide_numel, parts)
-        self.parts, self.picks, self.combined = flow.parts, flow.picks, flow.combined
-        self.narrow = flow.narrow
+        self.flow = PartsFlow(self.joint, self.cat, wide_numel, parts)
+        self.parts, self._wide = self.flow.parts, self.flow.is_wide
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
         self.put_together: dict[fx.Node, fx.Node] = {}
         self.changed: set[str] = set()
@@ -142,18 +141,15 @@ class _Unstacker:
         graph = self.joint.module.graph
         for node in self.joint.nodes:
             with graph.inserting_before(node):
-                if node in self.picks:
+                if node in self.flow.picks:
                     self._replace(node, self._pick(node))
-                elif node in self.combined:
+                elif node in self.flow.combined:
                     self._replace(node, self._combination(node))
                 elif node not in self.parts:
                     for operand in [n for n in node.all_input_nodes if n in self.parts]:
                         self.rewriting.replace(operand, self._whole(operand), [node])
         new = self.rewriting.finished()
         return new, {*new.new_names(self.joint), *(self.changed & new.by_name.keys())}
-
-    def _wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel and node not in self.narrow
 
     # ---- computing parts -------------------------------------------------------------------------
     def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
@@ -274,7 +270,7 @@ class _Unstacker:
     def _pick(self, node: fx.Node) -> fx.Node:
         """The value of a node that takes one part: the part, with the shape that the node has."""
         (source,) = (n for n in node.all_input_nodes if n in self.parts)
-        part = self._operand(source, self.parts[source], self.picks[node])
+        part = self._operand(source, self.parts[source], self.flow.picks[node])
         return self.sizes.reshaped(part, list(node.meta["val"].shape))
 
     def _combination(self, node: fx.Node) -> fx.Node:
@@ -307,7 +303,7 @@ class _Unstacker:
         A loop over tokens adds gradients of weights up in float32 by itself.
         """
         low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
-        return self.divides and low and source not in self.narrow and node not in self.narrow
+        return self.divides and low and self.flow.narrow.isdisjoint((source, node))
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""
