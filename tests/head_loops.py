@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from mstpass.graph.heads import is_product
+from mstpass.graph.attention import is_product
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.apply_plans import apply_plans
 from mstpass.loops.attention_modes import plan_of_groups

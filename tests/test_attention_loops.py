@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from mstpass.graph.heads import HeadDim, is_attention, through_view
+from mstpass.graph.attention import is_attention
+from mstpass.graph.heads import HeadDim, through_view
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Refusal
 from mstpass.normalize.for_heads import bias_after_product, products_by_section

@@ -36,10 +36,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     ),
     "linter/call_stack.py": dict.fromkeys(["_subclasses"], "classes"),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
-    "loops/sections.py": dict.fromkeys(
-        ["_Growth._provide", "_Growth._pull", "_Growth._read_whole"],
-        "a sum that a section needs: three calls at most",
-    ),
     "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
@@ -91,7 +87,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
-    "regions/grow.py": dict.fromkeys(["Growth._can_pull"], "an item and its op"),
+    "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),
     "returned_logits/aten_calls.py": dict.fromkeys(["_static"], "nested results"),
     "sequences/huggingface.py": dict.fromkeys(["_outermost"], "modules"),

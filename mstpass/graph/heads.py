@@ -1,4 +1,4 @@
-"""Heads of attention: how a dim that runs over heads passes through each op.
+"""Heads of attention, and features: how a dim that holds what a loop cuts passes through each op.
 
 Terms:
     *head-parallel*: an op is head-parallel if each head of its result depends on the same head of
@@ -15,29 +15,58 @@ Terms:
 
 A head is to a group of heads what a token is to a chunk of tokens: along one dim a value is cut
 into parts that are computed apart. So the rules are the token rules (token_rules/), applied to one
-dim, but for two kinds of ops:
+dim, but for three kinds of ops:
 
 - views may split and merge the dim, as long as the heads stay apart (``through_view``)
-- attention is no barrier: the products and the softmax of a head are its own
+- attention is no barrier: the products and the softmax of a head are its own (attention.py)
+- slices and concatenations along the dim keep heads apart where they take or put whole rounds,
+  such as the two of a gate and an up projection in one product::
+
+      slice(x, dim, 0, l)           [N, 2 * l] -> [N, l]
+      cat([dgate, dup], dim)        [N, l], [N, l] -> [N, 2 * l]
+      slice_scatter(zeros, dgate, dim, 0, l)
 
 A value may also be a *sum* over heads (``SUM``): the output projection contracts them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from mstpass.graph import flex_attention, intervals, ops
-from mstpass.graph.joint import value_of
+from mstpass.graph import flex_attention, ops
+from mstpass.graph.attention import (
+    DROPOUT,
+    heads_dim,
+    held_by_item,
+    is_attention,
+    is_attention_item,
+    operands_of,
+    result_of,
+)
+from mstpass.graph.builder import UnknownSize
+from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
-from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, group_of
-from mstpass.torch_internals.graphs import OpOverload, schema_of
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, group_of
+
+aten = torch.ops.aten
+_SLICES = (aten.slice.Tensor, aten.slice_scatter.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+_PARTS = (aten.cat.default, *_SLICES, *_SPLITS)
+
+MIXED = "a view mixes heads with other dims"
+PARTS = "a part of a dim does not hold whole rounds of heads"
+STATE = "the state of attention's random generator has no heads"
+FEW_KEYS = "attention's key-value heads do not divide into the groups"
+OTHER_SCORES = "FlexAttention's scores or masks depend on the head"
+BUFFERS = "FlexAttention returns gradients of what its scores are changed by"
 
 
 class HeadDim(NamedTuple):
@@ -47,205 +76,217 @@ class HeadDim(NamedTuple):
     inner: int = 1
 
 
-MIXED = "a view mixes heads with other dims"
-DROPOUT = "dropout in attention: a group of heads cannot draw only its own random numbers"
-STATE = "the state of attention's random generator has no heads"
-FEW_KEYS = "attention's key-value heads do not divide into the groups"
-OTHER_SCORES = "FlexAttention's scores or masks depend on the head"
-BUFFERS = "FlexAttention returns gradients of what its scores are changed by"
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How a value becomes rows: a view as ``apart``, its dims in ``order``, a view as ``shape``."""
 
-_WITH_HEADS = frozenset(  # arguments [B, heads, ...] of attention ops
-    ("query", "key", "value", "attn_bias", "attn_mask", "out", "logsumexp", "grad_out", "grad_out_")
-)
-_ROW_SUMS, _HEADS_OF_ROW_SUMS = "logsumexp", 1  # [B, heads, N], of all ops
+    apart: list[Any]
+    order: list[int]
+    shape: list[Any]
 
+    @property
+    def ordered(self) -> list[Any]:
+        return [self.apart[d] for d in self.order]
 
-# ---- attention -----------------------------------------------------------------------------------
-def is_attention(node: fx.Node) -> bool:
-    """Whether the node is one of the fused attention ops, forward or backward."""
-    return ops.attention_of(node) is not None
+    @property
+    def inverse(self) -> list[int]:
+        return [self.order.index(d) for d in range(len(self.order))]
 
 
-def heads_dim(node: fx.Node) -> int:
-    """The dim of heads of the queries, keys, values and results of a fused attention op."""
-    attention = ops.attention_of(node)
-    assert attention is not None, "the attention is known"
-    return attention.heads_dim
+@dataclasses.dataclass(frozen=True)
+class HeadAxis:
+    """Heads or features, of which each value has ``num_heads``; methods as of ``TokenAxis``."""
 
+    num_heads: int
 
-def is_product(node: fx.Node) -> bool:
-    """Whether the node is a matmul or attention: it reads its operands from memory."""
-    return ops.is_matmul(node) or is_attention(node)
+    # ---- rules ---------------------------------------------------------------------------------
+    def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        held = HeadDim(*spec)
+        if is_attention(node):
+            return self._attention_result(node, operand, held)
+        if is_attention_item(node):
+            return self._item(node)
+        row = ops.lookup(node)
+        if isinstance(row, Refusal):
+            return _in_terms_of_heads(row)
+        if ops.is_reshape(node):
+            return through_view(shape_of(operand), shape_of(node), held, self.num_heads)
+        if works_along(node, held.dim):
+            needs = self._part_specs(node, held)
+            return needs if isinstance(needs, Refusal) else held
+        result = ops.result_spec(node, operand, (held.dim,))
+        if isinstance(result, Reduced):
+            return result
+        if isinstance(result, Refusal):
+            return _in_terms_of_heads(result)
+        if len(result) != 1:
+            return Refusal(f"{node.target} has no dim of heads")
+        return HeadDim(result[0], held.inner)
 
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        if not spec:
+            return ops.operand_specs(node, spec)
+        held = HeadDim(*spec)
+        if is_attention(node):
+            return self._attention_operands(node)
+        if is_attention_item(node):
+            return self._item_source(node)
+        row = ops.lookup(node)
+        if isinstance(row, Refusal):
+            return _in_terms_of_heads(row)
+        if ops.is_reshape(node):
+            source = node.all_input_nodes[0]
+            result = through_view(shape_of(node), shape_of(source), held, self.num_heads)
+            return result if isinstance(result, Refusal) else {source: result}
+        if works_along(node, held.dim):
+            return self._part_specs(node, held)
+        needs = ops.operand_specs(node, (held.dim,))
+        if isinstance(needs, Refusal):
+            return _in_terms_of_heads(needs)
+        size = shape_of(node)[held.dim]
+        for operand, found in needs.items():
+            if found and shape_of(operand)[found[0]] != size:
+                return Refusal(f"{operand.name} has other sizes along the heads")
+        return _with_inner(needs, held)
 
-def is_attention_item(node: fx.Node) -> bool:
-    """Whether the node is one of the results of a fused attention op."""
-    return node.target is operator.getitem and is_attention(node.all_input_nodes[0])
+    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
+        held = HeadDim(*spec)
+        return _with_inner(ops.sum_operands(node, operand, (held.dim,)), held)
 
-
-def forward_of(node: fx.Node) -> fx.Node:
-    """The fused attention op to which a node belongs, of which it may be the backward."""
-    attention = ops.attention_of(node)
-    if attention is None or not attention.backward:
-        return node
-    result = node.args[flex_attention.OUTPUT] if attention.flex else argument(node, "out")
-    assert isinstance(result, fx.Node), "the result is a node"
-    return result.all_input_nodes[0]
-
-
-def result_has_heads(node: fx.Node, position: int) -> bool:
-    """Whether a result of the node holds heads, and not the state of a generator."""
-    attention = ops.attention_of(node)
-    return attention is None or position < attention.results
-
-
-def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
-    """Where an attention op whose result has this item holds its heads."""
-    (source,) = item.all_input_nodes
-    if not result_has_heads(source, item.args[1]):  # type: ignore[arg-type]
-        return Refusal(STATE)
-    dim = heads_dim(source)
-    return {source: HeadDim(dim, shape_of(source)[dim] // num_heads)}
-
-
-def result_dim(node: fx.Node, position: int, dim: int) -> int:
-    """The dim of heads of one result of a node whose first result has them in ``dim``."""
-    attention = ops.attention_of(node)
-    is_row_sums = position == 1 and attention is not None and not attention.backward
-    return _HEADS_OF_ROW_SUMS if is_row_sums else dim
-
-
-def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
-    """Where the operands of an attention op must hold their heads."""
-    if flex_attention.is_flex(node):
-        return _flex_heads(node, num_heads)
-    if argument(node, "dropout_p") != 0:
-        return Refusal(DROPOUT)
-    assert isinstance(node.target, OpOverload), "the target is an op"
-    needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
-    for known in schema_of(node.target).arguments:
-        operand = argument(node, known.name)
-        if known.name not in _WITH_HEADS or not isinstance(operand, fx.Node):
-            continue
-        shape = shape_of(operand)
-        is_mask = known.name in ("attn_bias", "attn_mask")
-        if is_mask and (len(shape) < 3 or shape[-3] == 1):
-            continue
-        dim = len(shape) - 3 if is_mask else heads_dim(node)
-        dim = _HEADS_OF_ROW_SUMS if known.name == _ROW_SUMS else dim
-        if shape[dim] == 1:  # the key-value head of all queries
-            continue
-        if shape[dim] % num_heads:
-            return Refusal(FEW_KEYS)
-        needs[operand] = HeadDim(dim, shape[dim] // num_heads)
-    return needs
-
-
-def _flex_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
-    if flex_attention.depends_on_head(node):
-        return Refusal(OTHER_SCORES)
-    if flex_attention.gradients_of_buffers(node):
-        return Refusal(BUFFERS)
-    needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
-    masks, dim = flex_attention.masks_by_head(node), heads_dim(node)
-    for operand in (*flex_attention.operands_with_heads(node), *masks):
-        heads = shape_of(operand)[dim]
-        if heads == 1:
-            continue
-        if heads % num_heads:
-            return Refusal(FEW_KEYS)
-        needs[operand] = HeadDim(dim, heads // num_heads)
-    return needs
-
-
-def _attention_result(
-    node: fx.Node, operand: fx.Node, held: HeadDim, num_heads: int
-) -> HeadDim | Refusal:
-    needs = _attention_heads(node, num_heads)
-    if isinstance(needs, Refusal):
+    # ---- attention -----------------------------------------------------------------------------
+    def _attention_operands(self, node: fx.Node) -> OperandSpecs | Refusal:
+        if flex_attention.is_flex(node):
+            if flex_attention.depends_on_head(node):
+                return Refusal(OTHER_SCORES)
+            if flex_attention.gradients_of_buffers(node):
+                return Refusal(BUFFERS)
+        elif argument(node, "dropout_p") != 0:
+            return Refusal(DROPOUT)
+        needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
+        for operand, held in operands_of(node).items():
+            size = 1 if held.heads is None else shape_of(operand)[held.heads]
+            if held.heads is None or size == 1:  # the key-value head of all queries
+                continue
+            if size % self.num_heads:
+                return Refusal(FEW_KEYS)
+            needs[operand] = HeadDim(held.heads, size // self.num_heads)
         return needs
-    if needs[operand] != held:
-        return Refusal("attention needs its heads in another dim")
-    dim = heads_dim(node)
-    return HeadDim(dim, shape_of(node)[dim] // num_heads)
 
+    def _attention_result(
+        self, node: fx.Node, operand: fx.Node, held: HeadDim
+    ) -> HeadDim | Refusal:
+        needs = self._attention_operands(node)
+        if isinstance(needs, Refusal):
+            return needs
+        if needs[operand] != held:
+            return Refusal("attention needs its heads in another dim")
+        return self._heads_in(node, heads_dim(node))
 
-# ---- rules ---------------------------------------------------------------------------------------
-def result_heads(
-    node: fx.Node, operand: fx.Node, held: HeadDim, num_heads: int
-) -> HeadDim | Reduced | Refusal:
-    """Where the node's result holds its heads if one of its operands holds them in ``held``."""
-    if is_attention(node):
-        return _attention_result(node, operand, held, num_heads)
-    if is_attention_item(node):
-        if not result_has_heads(operand, node.args[1]):  # type: ignore[arg-type]
+    def _item(self, item: fx.Node) -> HeadDim | Reduced | Refusal:
+        held = held_by_item(item)
+        if held is None or held.heads is None:
             return Refusal(STATE)
-        dim = result_dim(operand, node.args[1], heads_dim(operand))  # type: ignore[arg-type]
-        size = shape_of(node)[dim]
-        return SUM if size == 1 else HeadDim(dim, size // num_heads)
-    row = ops.lookup(node)
-    if isinstance(row, Refusal):
-        return _in_terms_of_heads(row)
-    if ops.is_reshape(node):
-        return through_view(shape_of(operand), shape_of(node), held, num_heads)
-    if intervals.works_along(node, held.dim):
-        needs = intervals.operand_specs(node, held, num_heads)
-        return needs if isinstance(needs, Refusal) else held
-    result = ops.result_spec(node, operand, (held.dim,))
-    if isinstance(result, Reduced):
-        return result
-    if isinstance(result, Refusal):
-        return _in_terms_of_heads(result)
-    if len(result) != 1:
-        return Refusal(f"{node.target} has no dim of heads")
-    return HeadDim(result[0], held.inner)
+        return SUM if shape_of(item)[held.heads] == 1 else self._heads_in(item, held.heads)
+
+    def _item_source(self, item: fx.Node) -> OperandSpecs | Refusal:
+        (source,) = item.all_input_nodes
+        if held_by_item(item) is None:
+            return Refusal(STATE)
+        return {source: self._heads_in(source, heads_dim(source))}
+
+    def _heads_in(self, node: fx.Node, dim: int) -> HeadDim:
+        return HeadDim(dim, shape_of(node)[dim] // self.num_heads)
+
+    # ---- slices and concatenations -------------------------------------------------------------
+    def _part_specs(self, node: fx.Node, held: HeadDim) -> OperandSpecs | Refusal:
+        """Operands and result have the heads in one dim, with as many elements in a row."""
+        strided = node.target in _SLICES and argument(node, "step") != 1
+        whole = self.num_heads * held.inner
+        if strided or any(size % whole for size in part_sizes(node, held.dim)):
+            return Refusal(PARTS)
+        return dict.fromkeys(tensor_inputs(node), held)
+
+    def arguments(
+        self, node: fx.Node, args: tuple[Any, ...], spec: Spec, length: Any
+    ) -> tuple[Any, ...]:
+        if not spec or node.target is aten.cat.default or not works_along(node, spec[0]):
+            return args
+        dim, count = spec[0], self.num_heads
+        if node.target in _SPLITS:
+            sizes = [value.shape[dim] // count * length for value in tensors_of(node.meta["val"])]
+            return (
+                args[0],
+                sizes if node.target is aten.split_with_sizes.default else sizes[0],
+                dim,
+            )
+        start, stop = (bound // count * length for bound in _bounds(node, dim))
+        operands = args[: len(tensor_inputs(node))]
+        return (*operands, dim, start, stop)
+
+    # ---- layouts -------------------------------------------------------------------------------
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in node.all_input_nodes if is_size(operand)]
+
+    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
+        shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
+        for position, shape in enumerate(shapes if spec else ()):
+            dim: int | None = spec[0]
+            if is_attention(node):
+                held = result_of(node, position)
+                dim = None if held is None else held.heads
+            if dim is not None and shape[dim] != 1:  # of a single key-value head
+                shape[dim] = shape[dim] // self.num_heads * length
+        return shapes
+
+    def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
+        (shape,) = self.chunk_shapes(node, spec, length)
+        return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
+
+    def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
+        dim, generic_inner = spec
+        rounds, inner = _rounds_and_inner(shape[dim], generic_inner, self.num_heads)
+        before = [*shape[:dim], *([] if generic(rounds) == 1 else [rounds])]
+        after = [*([] if generic_inner == 1 else [inner]), *shape[dim + 1 :]]
+        count = self.num_heads if length is None else length
+        rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]
+        order = [len(before), *rest]
+        return Rows([*before, count, *after], order, [count, *before, *after])
+
+    def stacked(
+        self, shape: Sequence[Size], spec: Spec, length: Any = None
+    ) -> tuple[list[Any], int]:
+        rows = self.rows(shape, spec, length)
+        return rows.apart, rows.order[0]  # no copy puts the heads back in their place
+
+    def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
+        dim, inner = spec
+        rounds = shape[dim] // (length * inner)
+        whole: list[Any] = [1] * len(shape)
+        whole[dim] = shape[dim]
+        return [[1, length, 1], [rounds, length, inner], whole]
 
 
-def operand_heads(node: fx.Node, held: HeadDim, num_heads: int) -> OperandSpecs | Refusal:
-    """Where the operands must hold their heads for the node's result to hold them in ``held``."""
-    if is_attention(node):
-        return _attention_heads(node, num_heads)
-    if is_attention_item(node):
-        return _item_source(node, num_heads)
-    row = ops.lookup(node)
-    if isinstance(row, Refusal):
-        return _in_terms_of_heads(row)
-    if ops.is_reshape(node):
-        source = node.all_input_nodes[0]
-        result = through_view(shape_of(node), shape_of(source), held, num_heads)
-        return result if isinstance(result, Refusal) else {source: result}
-    if intervals.works_along(node, held.dim):
-        return intervals.operand_specs(node, held, num_heads)
-    needs = ops.operand_specs(node, (held.dim,))
-    if isinstance(needs, Refusal):
-        return _in_terms_of_heads(needs)
-    size = shape_of(node)[held.dim]
-    found: OperandSpecs = {}
-    for operand, spec in needs.items():
-        if spec and shape_of(operand)[spec[0]] != size:
-            return Refusal(f"{operand.name} has other sizes along the heads")
-        found[operand] = HeadDim(spec[0], held.inner) if spec else WHOLE
-    return found
-
-
-def summed_heads(node: fx.Node, operand: fx.Node, held: HeadDim) -> OperandSpecs:
-    """Where the operands hold their heads of a node that sums over the heads of ``operand``."""
-    if is_attention_item(node):
-        return {operand: held}
-    needs = ops.sum_operands(node, operand, (held.dim,))
+def _with_inner(needs: OperandSpecs, held: HeadDim) -> OperandSpecs:
+    """The dims of operands with as many elements of a head in a row as the result has."""
     return {n: HeadDim(spec[0], held.inner) if spec else WHOLE for n, spec in needs.items()}
 
 
-def is_sum_of_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
-    """Whether a node adds sums over heads, or only views or casts one.
+def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Size]:
+    """The rounds of heads in a dim of this size, and the elements of one head in a row.
 
-    Such a node can be applied to the parts of each group of heads, and the results added up.
+    A ``HeadDim`` has ``inner`` at the generic point. Which of the two factors is symbolic is told
+    by the sizes of the traced batch.
+
+    Raises:
+        UnknownSize: both are symbolic.
     """
-    read = set(tensor_inputs(node))
-    if value_of(node) is None or not read <= sums:
-        return False
-    narrows = any(value_of(node).itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
-    return not narrows and ops.row(node).is_linear(node, read)
+    generic_rounds = generic(size) // (num_heads * inner)
+    if hint(size) // (num_heads * inner) * num_heads * inner == hint(size):
+        return size // (num_heads * inner), inner
+    in_a_row = size // (num_heads * generic_rounds)
+    if hint(in_a_row) * num_heads * generic_rounds == hint(size):
+        return generic_rounds, in_a_row
+    raise UnknownSize(f"the size {size} has symbolic factors before and after the heads")
 
 
 def _in_terms_of_heads(refusal: Refusal) -> Refusal:
@@ -258,7 +299,6 @@ def _in_terms_of_heads(refusal: Refusal) -> Refusal:
     return Refusal(reason.replace("tokens", "heads").replace("a token", "a head"))
 
 
-# ---- layouts -------------------------------------------------------------------------------------
 def through_view(
     in_shape: Sequence[int], out_shape: Sequence[int], held: HeadDim, num_heads: int
 ) -> HeadDim | Refusal:
@@ -280,3 +320,40 @@ def through_view(
             return HeadDim(dim, inner // after)
         after *= out_shape[dim]
     return Refusal(MIXED)
+
+
+# ---- parts of a dim ------------------------------------------------------------------------------
+def works_along(node: fx.Node, dim: int) -> bool:
+    """Whether the node takes or puts parts of this dim of its result."""
+    return node.target in _PARTS and dim == argument(node, "dim") % _rank(node)
+
+
+def part_sizes(node: fx.Node, dim: int) -> list[int]:
+    """The sizes of the parts that the node takes or puts along the dim; of other nodes none."""
+    if not works_along(node, dim):
+        return []
+    values = [*tensors_of(node.meta["val"]), *map(value_of, tensor_inputs(node))]
+    sizes = [generic(value.shape[dim]) for value in values if value is not None]
+    return [*sizes, *(_bounds(node, dim) if node.target in _SLICES else [])]
+
+
+def _bounds(node: fx.Node, dim: int) -> list[int]:
+    """First and last element, exclusive, of the part that a slice takes or puts."""
+    value = value_of(tensor_inputs(node)[0])
+    assert value is not None, "the op gives one tensor"
+    whole = generic(value.shape[dim])
+    given = (argument(node, "start"), argument(node, "end"))
+    start, stop = (_place(bound, whole) for bound in given)
+    return [start or 0, whole if stop is None else stop]
+
+
+def _place(bound: Any, whole: int) -> int | None:
+    """A bound counted from the first element; negative ones count from the end."""
+    if bound is None:
+        return None
+    number = generic(bound.meta["val"] if isinstance(bound, fx.Node) else bound)
+    return int(min(whole, max(0, number + whole if number < 0 else number)))
+
+
+def _rank(node: fx.Node) -> int:
+    return next(tensors_of(node.meta["val"])).dim()

@@ -20,7 +20,7 @@ from torch import fx
 
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.graph.token_rules.matmul import bias_and_factors
+from mstpass.graph.token_rules.products import bias_and_factors
 from mstpass.torch_internals.graphs import OpOverload, returns_view
 
 aten = torch.ops.aten

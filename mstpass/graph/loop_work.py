@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention
 from mstpass.graph.buffer_ops import summands
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.products import Product, TokenProduct, head_product, joined, token_product
 from mstpass.graph.sizes import hint

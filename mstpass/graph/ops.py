@@ -19,7 +19,7 @@ from mstpass.graph.op_table import may_draw, row_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
-from mstpass.graph.token_rules.matmul import bias_and_factors
+from mstpass.graph.token_rules.products import bias_and_factors
 from mstpass.graph.token_rules.views import view_forward
 from mstpass.graph.tokens import Reduced, Refusal, Spec, without_ones
 from mstpass.problem.op import SCATTER

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention, is_product
 from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
-from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
 from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
 from mstpass.graph.row_sums import ExponentialSum, exponential_sum

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention
 from mstpass.graph.axes import QUERIES, TOKENS
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts

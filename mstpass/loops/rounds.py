@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention
 from mstpass.graph.collectives import collectives_of, is_collective
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
 from mstpass.walk import walk_once

@@ -27,21 +27,21 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from mstpass.graph import intervals, ops
+from mstpass.graph import ops
 from mstpass.graph.axes import FEATURES
-from mstpass.graph.heads import HeadDim, operand_heads, result_heads, summed_heads
+from mstpass.graph.heads import HeadAxis, HeadDim, part_sizes
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 from mstpass.loops.body.products import have_equals
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
-from mstpass.regions.sums_of_sums import sums_of_sums
+from mstpass.regions.grow import Growth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
     if have_equals(filter(ops.is_matmul, facts.specs)):
         return Refusal("its values are compared with a maximum of theirs, computed in other chunks")
     try:
-        growth = _Growth(facts, _features(facts), fused)
+        growth = _Gradients(facts, _features(facts), fused)
         growth.grow()
     except CannotTake as refusal:
         return Refusal(f"{refusal.node.name}: {refusal.reason}")
@@ -97,7 +97,7 @@ def _features(facts: RegionFacts) -> _Features:
     if len(dims) != 1:
         raise CannotTake(widest, "holds its features in no dim of their own")
     features = _Features(facts, _features_of_parts(facts, width))
-    features.follow(widest, HeadDim(dims[0]))
+    features.add(widest, HeadDim(dims[0]))
     return features
 
 
@@ -113,7 +113,7 @@ def _features_of_parts(facts: RegionFacts, width: int) -> int:
         for operand in node.all_input_nodes:
             value = value_of(operand)
             dims = [] if value is None else _dims_of_size(value.shape, width, spec)
-            sizes += itertools.chain.from_iterable(intervals.part_sizes(node, d) for d in dims)
+            sizes += itertools.chain.from_iterable(part_sizes(node, d) for d in dims)
     return math.gcd(*sizes)
 
 
@@ -126,61 +126,52 @@ def _dims_of_size(shape: Sequence[Size], width: int, spec: Spec) -> list[int]:
     ]
 
 
-class _Features:
-    """The dims of features, followed through a region and its inputs from a value that has one.
+class _Features(Growth):
+    """Where a region's members hold features, and inputs such as weights, from one that does.
 
-    Attributes:
-        held: where members hold the features, and inputs such as weights.
+    A user that sums over the features is a member as well.
     """
 
-    def __init__(self, facts: RegionFacts, count: int):
-        self.facts, self.count = facts, count
-        self.held: dict[fx.Node, HeadDim] = {}
+    of_two_specs = "holds the features in two dims"
 
-    def follow(self, start: fx.Node, dim: HeadDim) -> None:
-        """Find the dims of all values that are computed from the first one, or it from them."""
-        stack = self._put({start: dim})
-        while stack:
-            node = stack.pop()
-            dim = self.held[node]
-            if self.may_hold(node):
-                needs = operand_heads(node, dim, self.count)
-                stack += [] if isinstance(needs, Refusal) else self._put(needs)
-            for user in node.users:
-                if not self.may_hold(user):
-                    continue
-                result = result_heads(user, node, dim, self.count)
-                if isinstance(result, HeadDim):
-                    stack += self._put({user: result})
-                elif result == SUM:
-                    stack += self._put(summed_heads(user, node, dim))
+    def __init__(self, facts: RegionFacts, count: int):
+        super().__init__(facts.joint, HeadAxis(count))
+        self.count, self.of_region = count, facts.specs
 
     def may_hold(self, node: fx.Node) -> bool:
         """Whether the node holds features that others hold too; constants may serve several."""
-        return node in self.facts.specs and not ops.is_constant(node)
+        return node in self.of_region and not ops.is_constant(node)
 
-    def _put(self, dims: OperandSpecs) -> list[fx.Node]:
-        """Record the dims; returns the nodes that are new."""
-        new = []
-        for node, dim in dims.items():
-            if not isinstance(dim, HeadDim) or ops.is_constant(node):
-                continue
-            if node not in self.held:
-                self.held[node] = dim
-                new.append(node)
-            elif self.held[node] != dim and self.may_hold(node):
-                raise CannotTake(node, "holds the features in two dims")
-        return new
+    def holds(self, node: fx.Node) -> bool:
+        return has_tokens(self.specs.get(node, WHOLE))
+
+    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+        needs = super()._needs_for(member, spec) if self.may_hold(member) else {}
+        return {} if isinstance(needs, Refusal) else needs
+
+    def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
+        held = self._held(operand) if self.may_hold(user) else None
+        return self.axis.result_spec(user, operand, held) if held else Refusal("")
+
+    def _pull(self, operand: fx.Node, spec: Spec) -> None:
+        is_new = operand not in self.specs or self.may_hold(operand)
+        if spec and is_new and not ops.is_constant(operand):
+            self._put(operand, spec)
+
+    def _refuses(self, user: fx.Node, reason: str) -> None:
+        pass
 
 
 # ---- what a section is computed from -------------------------------------------------------------
-class _Growth:
-    """Finds what the gradients of a section are computed from, from the gradients backwards."""
+class _Gradients(Growth):
+    """What the gradients of a section are computed from, from the gradients backwards."""
+
+    of_two_specs = "is read along several dims"
 
     def __init__(self, facts: RegionFacts, features: _Features, fused: bool):
+        super().__init__(facts.joint, features.axis)
         self.facts, self.features, self.fused = facts, features, fused
-        self.outputs: dict[fx.Node, HeadDim | None] = {}
-        self.held: dict[fx.Node, HeadDim | None] = {}  # None: a sum over the features
+        self.outputs: set[fx.Node] = set()
         self.inputs: set[tuple[fx.Node, Spec]] = set()
         self.per_token: set[fx.Node] = set()
 
@@ -193,13 +184,13 @@ class _Growth:
         facts, features = self.facts, self.features
         leaving = [n for n in facts.outputs if n in facts.backward]
         # a gradient with tokens and features is wide
-        self.outputs = {n: features.held[n] for n in leaving if n in features.held}
-        self.outputs = {n: dim for n, dim in self.outputs.items() if facts.specs[n] is None}
+        self.outputs = {n for n in leaving if features.holds(n) and facts.specs[n] is None}
         if not self.outputs:
             first = next(iter(facts.specs))
             raise CannotTake(first, "no gradient of a weight holds features")
-        self.held = dict(self.outputs)
-        self._pull(self.outputs)
+        for node in leaving:
+            if node in self.outputs:
+                self.add(node, features.specs[node])
         if self.fused:
             return
         for node in leaving:
@@ -207,60 +198,38 @@ class _Growth:
                 self._provide(node, sums=True)
         self._join_sums()
 
-    def _pull(self, nodes: Iterable[fx.Node]) -> None:
-        """Add what these members are computed from."""
-        stack = list(nodes)
-        while stack:
-            node = stack.pop()
-            for operand, needed in self._needs(node).items():
-                if not isinstance(needed, HeadDim):
-                    self._read_whole(operand)
-                elif not self._computes(operand, needed):
-                    self.inputs.add((operand, needed))
-                elif operand not in self.held:
-                    self.held[operand] = needed
-                    stack.append(operand)
-                elif self.held[operand] != needed:
-                    raise CannotTake(operand, "is read along several dims")
-            self.inputs.update((size, WHOLE) for size in node.all_input_nodes if is_size(size))
+    def _pull(self, operand: fx.Node, spec: Spec) -> None:
+        if not spec:
+            if self._is_wide(operand):
+                raise CannotTake(operand, "every section needs all of it")
+            self.inputs.add((operand, WHOLE))
+            self._provide(operand, sums=False)
+        elif self._computes(operand, spec):
+            self._put(operand, spec)
+        else:
+            self.inputs.add((operand, spec))
 
-    def _computes(self, node: fx.Node, needed: HeadDim) -> bool:
+    def _pushes(self, member: fx.Node) -> bool:
+        return False
+
+    def _computes(self, node: fx.Node, needed: Spec) -> bool:
         """Whether the loop computes a value; constants that differ by place are cut, as inputs."""
         if not ops.is_constant(node):
             return self.features.may_hold(node)
-        known = self.held.get(node, needed) == needed
-        made = operand_heads(node, needed, self.features.count)
+        known = self.specs.get(node, needed) == needed
+        made = self.operand_specs(node, needed)
         return node in self.facts.specs and known and not isinstance(made, Refusal)
 
-    def _needs(self, node: fx.Node) -> OperandSpecs:
-        held = self.held[node]
-        if held is None:
-            return self._summed(node)
-        needs = operand_heads(node, held, self.features.count)
+    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+        self.inputs.update((size, WHOLE) for size in member.all_input_nodes if is_size(size))
+        if isinstance(spec, Reduced):
+            if self.features.specs.get(member) == SUM:
+                return self.features.required_specs(member)
+            return Refusal("a section needs it, and it needs all features")
+        needs = super()._needs_for(member, spec)
         if isinstance(needs, Refusal):
-            raise CannotTake(node, needs.reason.replace("heads", "features"))
+            return Refusal(needs.reason.replace("heads", "features"))
         return needs
-
-    def _summed(self, node: fx.Node) -> OperandSpecs:
-        """Where the operands of a sum over the features hold them.
-
-        Raises:
-            CannotTake: it is no such sum.
-        """
-        for operand in node.all_input_nodes:
-            dim = self.features.held.get(operand)
-            if dim is not None:
-                result = result_heads(node, operand, dim, self.features.count)
-                if result == SUM:
-                    return summed_heads(node, operand, dim)
-        raise CannotTake(node, "a section needs it, and it needs all features")
-
-    def _read_whole(self, node: fx.Node) -> None:
-        """A value without features that a section reads."""
-        if self._is_wide(node):
-            raise CannotTake(node, "every section needs all of it")
-        self.inputs.add((node, WHOLE))
-        self._provide(node, sums=False)
 
     def _provide(self, node: fx.Node, sums: bool) -> None:
         """A value that is computed outside of loops, from what these return.
@@ -271,7 +240,7 @@ class _Growth:
         stack = [node]
         while stack:
             other = stack.pop()
-            if other not in self.facts.specs or other in self.per_token or other in self.held:
+            if other not in self.facts.specs or other in self.per_token or other in self.specs:
                 continue
             operands = other.all_input_nodes
             if other.target is operator.getitem:  # of an op with several results, such as max
@@ -281,8 +250,8 @@ class _Growth:
             elif self.fused or other not in self.facts.backward:
                 self.per_token.add(other)
             elif sums:
-                self.held[other] = self.outputs[other] = None
-                self._pull([other])
+                self.outputs.add(other)
+                self.add(other, SUM)
             else:
                 raise CannotTake(other, "is a sum over all features that every section needs")
 
@@ -290,30 +259,28 @@ class _Growth:
         """Whether the value is too large to exist for all tokens and all features."""
         if node not in self.facts.specs:
             return False
-        return node in self.features.held or self.facts.is_widest(node)
+        return self.features.holds(node) or self.facts.is_widest(node)
 
     def _join_sums(self) -> None:
         """Add up what adds up several sums, so that the loop returns one of them."""
-        sums = {node for node, dim in self.outputs.items() if dim is None}
-        self.held.update(dict.fromkeys(sums_of_sums(self.facts.joint, sums, self.held.keys())))
-        for node in [n for n, dim in self.held.items() if dim is None]:
-            if any(user not in self.held for user in node.users):
-                self.outputs[node] = None
-            else:
-                self.outputs.pop(node, None)
+        sums = {node for node in self.outputs if self.specs[node] == SUM}
+        self.join_sums(sums)
+        every = {node for node, spec in self.specs.items() if spec == SUM}
+        self.outputs -= every
+        self.outputs |= every.intersection(self.leaving())
 
     # ---- the loop ------------------------------------------------------------------------------
     def sections(self) -> Sections:
-        joint = self.facts.joint
-        members = joint.sorted(self.held)
-        outputs = joint.sorted(self.outputs)
+        joint = self.joint
+        plain = self.plain(joint.sorted(self.outputs))
+        specs = dict(plain["members"])
         inputs = sorted(self.inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
         loop = LoopPlan(
             phase="backward",
-            members=tuple(node.name for node in members),
-            specs=tuple(self.held[node] for node in members),
+            members=tuple(specs),
+            specs=tuple(specs.values()),
             inputs=tuple(LoopInput(node.name, spec) for node, spec in inputs),
-            outputs=tuple(LoopOutput(node.name, self.outputs[node]) for node in outputs),
+            outputs=tuple(LoopOutput(name, specs[name]) for name in plain["outputs"]),
         )
-        per_token = tuple(joint.sorted(self.per_token))
-        return Sections(loop, tuple(outputs), per_token, self.features.count)
+        gradients, per_token = map(joint.sorted, (self.outputs, self.per_token))
+        return Sections(loop, tuple(gradients), tuple(per_token), self.features.count)

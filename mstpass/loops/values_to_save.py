@@ -12,8 +12,8 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_attention_item, is_product
 from mstpass.graph.checkpoint_policies import tag_of
-from mstpass.graph.heads import is_attention_item, is_product
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.partition.solvers.min_cut import min_cut

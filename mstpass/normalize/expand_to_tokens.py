@@ -15,11 +15,10 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import ROWS, heads_dim, is_attention, is_attention_item, is_backward
 from mstpass.graph.builder import UnknownSize
-from mstpass.graph.heads import heads_dim, is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.query_rows import ROWS, is_backward
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.token_rules.arguments import argument, shape_of

@@ -40,8 +40,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import held_by_item, is_attention, is_attention_item
 from mstpass.graph.builder import Builder
-from mstpass.graph.heads import is_attention, is_attention_item, result_has_heads
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
@@ -295,7 +295,7 @@ def unused_random_state(joint: JointGraph) -> Rewritten:
 
 def _is_unused_state(node: fx.Node) -> bool:
     """Whether only backwards of attention read the node, a state from which they do not draw."""
-    if not is_attention_item(node) or result_has_heads(node.all_input_nodes[0], node.args[1]):  # type: ignore[arg-type]
+    if not is_attention_item(node) or held_by_item(node) is not None:
         return False
     value = value_of(node)
     readers = list(node.users)

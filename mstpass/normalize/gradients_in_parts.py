@@ -26,10 +26,9 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import is_attention, is_product
+from mstpass.graph.attention import is_attention, is_backward, is_product, is_summed
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.query_rows import is_backward, is_summed
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import same_shape
 

@@ -9,12 +9,11 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, has_tokens
-from mstpass.regions.grow import Growth
-from mstpass.regions.sums_of_sums import sums_of_sums
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, has_tokens
+from mstpass.regions.wide_growth import WideGrowth
 
 
-def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
+def absorb_users(joint: JointGraph, growth: WideGrowth, part: set[fx.Node]) -> None:
     """Add users that replace several narrow outputs of the part by one: ``dx = dx_gate + dx_up``.
 
     Such a user reads only members, and it is the only node outside that reads them. Of a user that
@@ -38,7 +37,7 @@ def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
             queue.append(user)
 
 
-def absorb_sums(joint: JointGraph, growth: Growth) -> None:
+def absorb_sums(joint: JointGraph, growth: WideGrowth) -> None:
     """Add narrow nodes that lead to sums over tokens, such as a loss or the gradient of a norm.
 
     First all narrow token-parallel users of members and their users are added on trial. Then those
@@ -66,35 +65,14 @@ def absorb_sums(joint: JointGraph, growth: Growth) -> None:
     growth.adopt(trial)
 
 
-def absorb_sums_of_gradients(joint: JointGraph, growth: Growth) -> None:
-    """Add nodes that only add products up that are summed over tokens: ``dw = dw_1 + dw_2``.
-
-    The loop then has one sum, of a weight that is used twice, and not one for each use.
-    """
-    products = {
-        node
-        for node, spec in growth.specs.items()
-        if spec == SUM and node in joint.backward and ops.is_matmul(node)
-    }
-    growth.specs.update(dict.fromkeys(sums_of_sums(joint, products, growth.specs.keys()), SUM))
-
-
-def _operands_fit(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
+def _operands_fit(joint: JointGraph, growth: WideGrowth, node: fx.Node) -> bool:
     """Whether every operand is a member with the spec that the node needs, or a forward input."""
-    try:
-        required = growth.required_specs(node)
-        check_linear([node] if node in joint.backward else [], joint.backward)
-    except CannotTake:
-        return False
-    return all(
-        growth.specs[operand] == spec
-        if operand in growth.specs
-        else operand.op == "placeholder" and operand not in joint.backward
-        for operand, spec in required.items()
-    )
+    is_input = lambda n, _: n.op == "placeholder" and n not in joint.backward
+    is_linear = node not in joint.backward or not _not_linear(node, joint.backward)
+    return is_linear and growth.has_operands(node, is_input)
 
 
-def _leaves(growth: Growth, node: fx.Node) -> bool:
+def _leaves(growth: WideGrowth, node: fx.Node) -> bool:
     """Whether the loop would have to return the node's tokens, or an operand is not available."""
     if not all(n in growth.specs or n.op == "placeholder" for n in node.all_input_nodes):
         return True
@@ -102,7 +80,7 @@ def _leaves(growth: Growth, node: fx.Node) -> bool:
     return not is_reduced and any(user not in growth.specs for user in node.users)
 
 
-def _replaces_outputs(growth: Growth, user: fx.Node) -> bool:
+def _replaces_outputs(growth: WideGrowth, user: fx.Node) -> bool:
     """Whether all operands are members with tokens, and no other node outside reads them."""
     return all(
         operand in growth.specs
@@ -120,8 +98,14 @@ def check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
         CannotTake: a node is not, or its op is unknown.
     """
     for node in nodes:
-        row = ops.lookup(node)
-        if isinstance(row, Refusal):
-            raise CannotTake(node, row.reason)
-        if not row.is_linear(node, {n for n in node.all_input_nodes if n in backward}):
-            raise CannotTake(node, f"{node.target} is not linear in the gradient")
+        if reason := _not_linear(node, backward):
+            raise CannotTake(node, reason)
+
+
+def _not_linear(node: fx.Node, backward: Set[fx.Node]) -> str:
+    """Why a node is not linear in its backward operands; empty if it is."""
+    row = ops.lookup(node)
+    if isinstance(row, Refusal):
+        return row.reason
+    is_linear = row.is_linear(node, {n for n in node.all_input_nodes if n in backward})
+    return "" if is_linear else f"{node.target} is not linear in the gradient"

@@ -28,10 +28,10 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
-from mstpass.regions.grow import Growth
+from mstpass.regions.wide_growth import WideGrowth
 
 
-def absorb_norms(joint: JointGraph, growth: Growth) -> None:
+def absorb_norms(joint: JointGraph, growth: WideGrowth) -> None:
     """Add the narrow nodes above and below the region, if fewer bytes then cross its boundary."""
     trial = growth.copy()
     above = _add_above(joint, trial)
@@ -49,11 +49,11 @@ def absorb_norms(joint: JointGraph, growth: Growth) -> None:
             break
         for node in unfit:
             del trial.specs[node]
-    if _bytes(trial, growth) < _bytes(growth, growth) and _is_closed(joint, trial):
+    if _bytes(trial, growth) < _bytes(growth, growth) and _is_closed(trial):
         growth.adopt(trial)
 
 
-def _is_narrow_op(growth: Growth, node: fx.Node) -> bool:
+def _is_narrow_op(growth: WideGrowth, node: fx.Node) -> bool:
     """Whether the node could join: it is no member, and runs in the kernels of its readers."""
     if node.op != "call_function" or node in growth.specs or node in growth.taken:
         return False
@@ -62,7 +62,7 @@ def _is_narrow_op(growth: Growth, node: fx.Node) -> bool:
 
 
 # ---- adding on trial -----------------------------------------------------------------------------
-def _add_above(joint: JointGraph, trial: Growth) -> set[fx.Node]:
+def _add_above(joint: JointGraph, trial: WideGrowth) -> set[fx.Node]:
     """Add forward nodes that the forward reads only inside of the region; returns them."""
     added: set[fx.Node] = set()
     queue = [-joint.index[n] for m in trial.specs for n in m.all_input_nodes]
@@ -80,7 +80,7 @@ def _add_above(joint: JointGraph, trial: Growth) -> set[fx.Node]:
     return added
 
 
-def _spec_for_readers(joint: JointGraph, trial: Growth, node: fx.Node) -> Spec | None:
+def _spec_for_readers(joint: JointGraph, trial: WideGrowth, node: fx.Node) -> Spec | None:
     """The spec that all readers in the forward need; None if one is no member."""
     if node in joint.forward_outputs:
         return None
@@ -92,13 +92,13 @@ def _spec_for_readers(joint: JointGraph, trial: Growth, node: fx.Node) -> Spec |
     return specs.pop() if len(specs) == 1 and WHOLE not in specs else None
 
 
-def _agree(trial: Growth, required: Mapping[fx.Node, Spec] | Refusal) -> bool:
+def _agree(trial: WideGrowth, required: Mapping[fx.Node, Spec] | Refusal) -> bool:
     return not isinstance(required, Refusal) and all(
         trial.specs.get(operand, spec) == spec for operand, spec in required.items()
     )
 
 
-def _add_below(joint: JointGraph, trial: Growth) -> set[fx.Node]:
+def _add_below(joint: JointGraph, trial: WideGrowth) -> set[fx.Node]:
     """Add nodes that the forward does not need, if the region has all that they read."""
     added: set[fx.Node] = set()
     read = dict(_read(trial))
@@ -121,7 +121,9 @@ def _add_below(joint: JointGraph, trial: Growth) -> set[fx.Node]:
     return added
 
 
-def _spec_of(trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]) -> Spec | Reduced | None:
+def _spec_of(
+    trial: WideGrowth, node: fx.Node, read: Mapping[fx.Node, Spec]
+) -> Spec | Reduced | None:
     """The spec of a node, by the first of its operands that has tokens; None if it has none."""
     for operand in node.all_input_nodes:
         spec = trial.specs.get(operand, read.get(operand, WHOLE))
@@ -133,47 +135,37 @@ def _spec_of(trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]) -> Spec
 
 # ---- what may stay -------------------------------------------------------------------------------
 def _has_operands(
-    joint: JointGraph, trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]
+    joint: JointGraph, trial: WideGrowth, node: fx.Node, read: Mapping[fx.Node, Spec]
 ) -> bool:
     """Whether the region computes or reads all that an added node reads."""
     operands = [operand for operand in node.all_input_nodes if not is_size(operand)]
     if any(value_of(operand) is None and operand not in trial.specs for operand in operands):
         return False
-    if node in joint.forward:
-        return True
-    try:
-        required = trial.required_specs(node)
-    except CannotTake:
-        return False
-    return all(
-        trial.specs[operand] == spec
-        if operand in trial.specs
-        else (read.get(operand) == spec or _is_weight(joint, operand, spec))
-        for operand, spec in required.items()
-    )
+    is_available = lambda n, spec: read.get(n) == spec or _is_weight(joint, n, spec)
+    return node in joint.forward or trial.has_operands(node, is_available)
 
 
 def _is_weight(joint: JointGraph, operand: fx.Node, spec: Spec) -> bool:
     return spec == WHOLE and operand.op == "placeholder" and operand not in joint.backward
 
 
-def _may_leave(joint: JointGraph, trial: Growth, node: fx.Node) -> bool:
+def _may_leave(joint: JointGraph, trial: WideGrowth, node: fx.Node) -> bool:
     """Whether an added node may stay, by its readers: only gradients leave the loops."""
     if node not in joint.backward:
         return all(user in trial.specs for user in node.users)
     return not ops.is_view(node) or any(user in trial.specs for user in node.users)
 
 
-def _read(growth: Growth, without: Set[fx.Node] = frozenset()) -> Iterator[tuple[fx.Node, Spec]]:
+def _read(
+    growth: WideGrowth, without: Set[fx.Node] = frozenset()
+) -> Iterator[tuple[fx.Node, Spec]]:
     """What members read from outside, and how; ``without`` what some members read."""
-    for member, own in growth.specs.items():
-        if own != WHOLE and member not in without:
-            for operand, spec in growth.required_specs(member).items():
-                if operand not in growth.specs:
-                    yield operand, spec
+    for member, operand, spec in growth.reads():
+        if growth.specs[member] != WHOLE and member not in without and operand not in growth.specs:
+            yield operand, spec
 
 
-def _bytes(growth: Growth, before: Growth) -> int:
+def _bytes(growth: WideGrowth, before: WideGrowth) -> int:
     """Bytes of the values with tokens that cross the region's boundary, each storage once.
 
     What a node reads that was no member ``before`` does not count: it exists in any case.
@@ -188,17 +180,12 @@ def _bytes(growth: Growth, before: Growth) -> int:
     return sum(map(nbytes, {ops.base_of(node) for node in crossing}))
 
 
-def _is_closed(joint: JointGraph, trial: Growth) -> bool:
+def _is_closed(trial: WideGrowth) -> bool:
     """Whether no path leaves one of the region's parts and comes back to it."""
     for in_backward in (False, True):
-        part = {
-            node
-            for node, spec in trial.specs.items()
-            if spec != WHOLE and (node in joint.backward) == in_backward
-        }
         closed = trial.copy()
         try:
-            closed.close(part)
+            closed.close(trial.part(in_backward))
         except CannotTake:
             return False
         if closed.specs.keys() != trial.specs.keys():

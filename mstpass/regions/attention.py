@@ -12,26 +12,35 @@ The number of heads is that of the groups that can be told apart. Of the divisor
 query heads, it is the one with which the fewest bytes of activations cross the region's boundary;
 if several are equal in that, the largest. With grouped queries that is the number of key-value
 heads.
+
+Regions grow from the results of one of the fused ops, or of attention written out in products::
+
+    scores = q @ k.transpose()          [B * heads, N, M]
+    weights = softmax(scores)           and masks, caps, sinks, casts in front of it or behind
+    result = weights @ v                [B * heads, N, d]
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Set
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import heads_dim, is_attention
 from mstpass.graph.axes import HEADS
-from mstpass.graph.heads import is_attention
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import CannotTake, Reduced
+from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
-from mstpass.regions.attention_seeds import Seed, attention_seeds
-from mstpass.regions.head_growth import HeadGrowth, grow
-from mstpass.regions.rejection import rejection_of
+from mstpass.regions.grow import found_regions
+from mstpass.regions.head_growth import HeadGrowth, RoundTrip
 
+aten = torch.ops.aten
 KIND = "attention"
 _WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
 
@@ -44,22 +53,19 @@ def detect_attention(
     Args:
         taken: members of other regions.
     """
-    regions: list[Region] = []
-    rejections: list[Rejection] = []
     known = set(taken)
-    for seed in attention_seeds(joint):
-        node = seed.node
-        if node in known:
-            continue
-        try:
-            _check_types(node)
-            growth = _best_growth(joint, seed, known)
-            regions.append(_region(joint, growth, node))
-        except CannotTake as refusal:
-            rejections.append(rejection_of(node, refusal))
-        else:
-            known |= {node for node in growth.held if not ops.is_constant(node)}
-    return regions, rejections
+    seeds = {seed.node: seed for seed in attention_seeds(joint)}
+    before: HeadGrowth | None = None
+
+    def region_of(node: fx.Node) -> Region:
+        nonlocal before
+        _check_types(node)
+        before = growth = _best_growth(joint, seeds[node], known, before)
+        region = _region(growth, node)
+        known.update(member for member in growth.specs if not ops.is_constant(member))
+        return region
+
+    return found_regions((node for node in seeds if node not in known), region_of)
 
 
 def _check_types(attention: fx.Node) -> None:
@@ -74,19 +80,30 @@ def _check_types(attention: fx.Node) -> None:
         raise CannotTake(attention, _WRONG_TYPE)
 
 
-def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrowth:
+def _best_growth(
+    joint: JointGraph, seed: Seed, taken: Set[fx.Node], before: HeadGrowth | None
+) -> HeadGrowth:
     """The region of the best number of heads.
+
+    Args:
+        before: that of the attention before this one, whose number is best here too where the
+            region is as large: layers are alike.
 
     Raises:
         CannotTake: there is none, whatever the number.
     """
+    if before is not None and seed.num_heads % before.num_heads == 0:
+        with contextlib.suppress(CannotTake):
+            growth = _grown(joint, seed, before.num_heads, taken)
+            if _size(growth) == _size(before):
+                return growth
     best: HeadGrowth | None = None
     first_refusal: CannotTake | None = None
     for num_heads in range(seed.num_heads, 1, -1):
         if seed.num_heads % num_heads:
             continue
         try:
-            growth = grow(joint, seed, num_heads, taken)
+            growth = _grown(joint, seed, num_heads, taken)
         except CannotTake as refusal:
             first_refusal = first_refusal or refusal
             continue
@@ -97,39 +114,51 @@ def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrow
     return best
 
 
+def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
+    """The region around a seed, in which ``num_heads`` heads are told apart.
+
+    Where a path leaves the region and comes back, the members on its one side are left out: the
+    region begins after a norm over all heads, and ends before the attention of another layer that
+    adds the same bias to its scores.
+
+    Raises:
+        CannotTake: there is no such region.
+    """
+    left_out: dict[fx.Node, str] = {}
+    while True:
+        growth = HeadGrowth(joint, num_heads, taken, left_out)
+        try:
+            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
+        except RoundTrip as trip:
+            if seed.node in trip.cut:
+                raise
+            left_out.update(dict.fromkeys(trip.cut, trip.reason))
+        else:
+            return growth
+
+
+def _size(growth: HeadGrowth) -> tuple[int, int]:
+    return len(growth.specs), _crossing_bytes(growth)
+
+
 def _crossing_bytes(growth: HeadGrowth) -> int:
     """Bytes of the computed values that cross the region's boundary."""
     computed = {node for node in growth.sliced if not ops.is_weight(node)}
-    return sum(map(nbytes, computed | set(_outputs(growth))))
+    return sum(map(nbytes, computed | set(growth.leaving())))
 
 
-def _outputs(growth: HeadGrowth) -> list[fx.Node]:
-    """The members that nodes outside the region read; these make constants themselves."""
-    joint = growth.joint
-    return [
-        node
-        for node in joint.sorted(growth.held)
-        if any(user not in growth.held for user in node.users) and not ops.is_constant(node)
-    ]
-
-
-def _region(joint: JointGraph, growth: HeadGrowth, seed: fx.Node) -> Region:
-    outputs = _outputs(growth)
+def _region(growth: HeadGrowth, seed: fx.Node) -> Region:
+    outputs = growth.leaving()
     _check_operands(growth, outputs)
-    members = joint.sorted(growth.held)
     return Region(
         kind=KIND,
         source=source_of(seed),
         num_tokens=growth.num_heads,
         width=numel(seed) // growth.num_heads,
         fused=False,
-        members=tuple(
-            (n.name, None if isinstance(s := growth.held[n], Reduced) else s) for n in members
-        ),
-        outputs=tuple(n.name for n in outputs),
-        backward=frozenset(n.name for n in members if n in joint.backward),
         unit=None,
         axis=HEADS,
+        **growth.plain(outputs),
     )
 
 
@@ -142,3 +171,60 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
     for node in (*growth.sliced, *outputs):
         if value_of(node) is None:
             raise CannotTake(node, growth.barriers.get(node, "it is not one tensor"))
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+class Seed(NamedTuple):
+    """A value with heads: where it holds them, and their number."""
+
+    node: fx.Node
+    held: HeadDim
+    num_heads: int
+
+
+def attention_seeds(joint: JointGraph) -> list[Seed]:
+    """The results of attention in the forward, in the graph's order."""
+    found = []
+    for node in joint.nodes:
+        if node in joint.backward:
+            continue
+        held: tuple[fx.Node, int] | None = None
+        if is_attention(node):
+            held = node, heads_dim(node)
+        elif node.target is aten.bmm.default and _reads_scores(node):
+            held = _with_heads_apart(node)
+        if held is not None:
+            count = next(tensors_of(held[0].meta["val"])).shape[held[1]]
+            if isinstance(count, int) and count > 1:
+                found.append(Seed(held[0], HeadDim(held[1]), count))
+    return found
+
+
+def _reads_scores(product: fx.Node) -> bool:
+    """Whether the left matrix is computed from another product, row by row."""
+    stack = [ops.matmul_factors(product)[0]]
+    seen = set(stack)
+    exponential = False
+    while stack:
+        node = stack.pop()
+        if ops.is_batched_matmul(node):
+            return exponential
+        exponential |= node.target in (aten.exp.default, aten._softmax.default)
+        if _works_row_by_row(node):
+            new = [n for n in node.all_input_nodes if n not in seen]
+            seen.update(new)
+            stack.extend(new)
+    return False
+
+
+def _works_row_by_row(node: fx.Node) -> bool:
+    return ops.row(node).kind in ("view", "pointwise", "index")
+
+
+def _with_heads_apart(product: fx.Node) -> tuple[fx.Node, int] | None:
+    """The result as ``[B, heads, N, d]`` or ``[heads, N, d]``, and the dim of its heads."""
+    for reader in product.users:
+        value = value_of(reader)
+        if ops.is_cheap_view(reader) and value is not None and value.dim() == 4:
+            return reader, 1
+    return product, 0

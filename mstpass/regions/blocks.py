@@ -4,7 +4,7 @@
 
 Keys and values are computed of all tokens first, in a round of their own (loops/rounds.py). Then
 everything between ``x`` and ``y`` is computed chunk by chunk of the queries: attention reads
-its queries row by row (graph/query_rows.py). In the backward, the gradients of keys and values are
+its queries row by row (graph/attention.py). In the backward, the gradients of keys and values are
 sums over chunks; what is computed from them token by token follows in another round.
 
 Pseudo-code::
@@ -19,22 +19,36 @@ Pseudo-code::
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Set
 
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import (
+    is_attention,
+    is_attention_item,
+    is_backward,
+    mask_of,
+    row_dims,
+)
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
-from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.heads import is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, ancestors, numel, tensors_of, value_of
-from mstpass.graph.query_rows import ROWS, is_backward, mask_of
 from mstpass.graph.sizes import generic_shape, is_size
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, token_count
+from mstpass.graph.tokens import (
+    SUM,
+    WHOLE,
+    CannotTake,
+    Reduced,
+    Refusal,
+    Spec,
+    has_tokens,
+    token_count,
+)
 from mstpass.plans import Region, Rejection
+from mstpass.regions.grow import Growth, found_regions
 from mstpass.regions.paths import between, between_each_other
-from mstpass.regions.rejection import rejection_of
 
 KIND = "block"
 NO_RESIDUAL = "no residual sum joins attention's result to what its queries are computed from"
@@ -42,8 +56,6 @@ NO_MLP = "no MLP that runs in chunks follows before the next attention"
 LEAVES = "another part of the model reads a value inside of the block"
 MASK_OF_ANY_LENGTH = "attention with a mask needs chunks of queries of one length on this device"
 NOT_BY_TOKEN = "lies inside of the block and is not computed token by token"
-
-Specs = dict[fx.Node, Spec | None]  # None: summed over tokens
 
 
 def detect_blocks(
@@ -55,22 +67,20 @@ def detect_blocks(
         regions: those over tokens.
     """
     mlps = [r for r in regions if r.kind == "mlp" and not (r.fused or r.returned)]
-    taken = {name for region in mlps for name, spec in region.members if spec != WHOLE}
-    blocks: list[Region] = []
-    rejections: list[Rejection] = []
-    for node in joint.nodes:
-        if node in joint.backward or not is_attention(node) or is_backward(node):
-            continue
-        try:
-            mlp = _mlp_behind(joint, node, mlps)
-            others = taken - {name for name, _ in mlp.members}
-            blocks.append(_Block(joint, node, mlp, others).region())
-        except CannotTake as refusal:
-            rejections.append(rejection_of(node, refusal))
-        else:
-            mlps.remove(mlp)
-            taken |= {name for name, spec in blocks[-1].members if spec != WHOLE}
-    return blocks, rejections
+    taken = {joint.by_name[name] for mlp in mlps for name, spec in mlp.members if spec != WHOLE}
+
+    def region_of(attention: fx.Node) -> Region:
+        mlp = _mlp_behind(joint, attention, mlps)
+        others = taken - {joint.by_name[name] for name, _ in mlp.members}
+        block = _Block(joint, attention, mlp, others)
+        region = block.region()
+        mlps.remove(mlp)
+        taken.update(node for node, spec in block.specs.items() if spec != WHOLE)
+        return region
+
+    forward = (node for node in joint.nodes if node not in joint.backward)
+    attention = (node for node in forward if is_attention(node) and not is_backward(node))
+    return found_regions(attention, region_of)
 
 
 def _mlp_behind(joint: JointGraph, attention: fx.Node, mlps: Iterable[Region]) -> Region:
@@ -93,13 +103,17 @@ def _forward(region: Region) -> list[str]:
     return [n for n, spec in region.members if n not in region.backward and spec != WHOLE]
 
 
-class _Block:
-    """One block while it is put together."""
+class _Block(Growth):
+    """All between the two ends of a block.
 
-    def __init__(self, joint: JointGraph, attention: fx.Node, mlp: Region, taken: Set[str]):
-        self.joint, self.attention, self.mlp, self.taken = joint, attention, mlp, taken
-        self.specs: Specs = {}  # of members
-        self.read: dict[fx.Node, set[Spec]] = {}  # what members read from outside, and how
+    Attributes:
+        read: what members read from outside, and how.
+    """
+
+    def __init__(self, joint: JointGraph, attention: fx.Node, mlp: Region, taken: Set[fx.Node]):
+        super().__init__(joint, QUERY_AXIS)
+        self.attention, self.mlp, self.others = attention, mlp, taken
+        self.read: dict[fx.Node, set[Spec]] = {}
         self.bases: set[fx.Node] = set()  # of these
         mask = mask_of(attention)
         self.of_mask = set() if mask is None else ancestors([mask])
@@ -116,22 +130,8 @@ class _Block:
         x, y = self._ends()
         self._add_forward(x, y)
         self._add_backward()
-        outputs = self._outputs(y)
-        members = self.joint.sorted(self.specs)
-        return Region(
-            kind=KIND,
-            source=self.mlp.source,
-            num_tokens=self.mlp.num_tokens,
-            width=self.mlp.width,
-            symbolic=self.mlp.symbolic,
-            unbounded=self.mlp.unbounded,
-            fused=False,
-            members=tuple((node.name, self.specs[node]) for node in members),
-            outputs=tuple(node.name for node in outputs),
-            backward=frozenset(node.name for node in members if node in self.joint.backward),
-            unit=None,
-            axis=QUERIES,
-        )
+        known = self.plain(self._outputs(y))
+        return dataclasses.replace(self.mlp, kind=KIND, axis=QUERIES, note="", **known)
 
     # ---- the ends ------------------------------------------------------------------------------
     def _ends(self) -> tuple[fx.Node, fx.Node]:
@@ -187,17 +187,11 @@ class _Block:
 
     def _spec_of_input(self, x: fx.Node, cone: Set[fx.Node]) -> Spec:
         """The token dims of the block's input, from those of attention's queries."""
-        shape = generic_shape(next(tensors_of(self.attention.meta["val"])))
-        mask = mask_of(self.attention)
-        rows = (ROWS,) if mask is not None else tuple(d for d in (0, ROWS) if shape[d] != 1)
-        specs: dict[fx.Node, Spec] = {self.attention: rows}
+        specs: dict[fx.Node, Spec] = {self.attention: row_dims(self.attention)}
         for node in reversed(self.joint.sorted(cone)):
             if not specs.get(node):
                 continue
-            needs = QUERY_AXIS.operand_specs(node, specs[node])
-            if isinstance(needs, Refusal):
-                raise CannotTake(node, needs.reason)
-            for operand, spec in needs.items():
+            for operand, spec in self._needs_of(node, specs[node]).items():
                 if spec:
                     specs.setdefault(operand, spec)
         if not specs.get(x):
@@ -216,7 +210,7 @@ class _Block:
         own |= between_each_other(joint, own)
         for node, spec in of_mlp.items():
             if node in own and spec:
-                for operand, held in self._needs(node, spec).items():
+                for operand, held in self._needs_of(node, spec).items():
                     if operand not in own and operand not in self.specs and held:
                         self._read(operand, held)
         for node in joint.nodes:
@@ -226,8 +220,8 @@ class _Block:
                 if not self._try_add(node):
                     if of_mlp.get(node, WHOLE) is not None:
                         raise CannotTake(node, NOT_BY_TOKEN)
-                    self.specs[node] = None  # it adds sums up
-            elif node.name not in self.taken and self._reads_only_known(node):
+                    self.specs[node] = SUM  # it adds sums up
+            elif node not in self.others and self._reads_only_known(node):
                 self._try_add(node)
         self._drop_unused()
 
@@ -261,43 +255,24 @@ class _Block:
         for node in reversed(self.joint.sorted(self.specs)):
             if node in self.joint.forward or any(user in self.specs for user in node.users):
                 continue
-            is_small = self.specs[node] and (ops.is_cheap_view(node) or ops.widens(node))
-            if is_small or node not in self.joint.backward:
+            is_small = ops.is_cheap_view(node) or ops.widens(node)
+            if (is_small and has_tokens(self.specs[node])) or node not in self.joint.backward:
                 del self.specs[node]
 
     # ---- specs ---------------------------------------------------------------------------------
-    def _needs(self, node: fx.Node, spec: Spec) -> Mapping[fx.Node, Spec]:
-        found = QUERY_AXIS.operand_specs(node, spec)
-        if isinstance(found, Refusal):
-            raise CannotTake(node, found.reason)
-        return found
-
     def _try_add(self, node: fx.Node) -> bool:
         """Add the node, if its op computes it token by token, or sums it over tokens."""
         if node in self.specs:
             return True
-        if node.op != "call_function" or is_collective(node) or is_wait(node):
-            return False
-        for operand in node.all_input_nodes:
+        for operand in node.all_input_nodes if node.op == "call_function" else ():
             held = self._held(operand)
-            if not held:
+            result = self.result(node, operand, held) if held else WHOLE
+            if isinstance(result, Refusal) or (result != SUM and not has_tokens(result)):
                 continue
-            result = QUERY_AXIS.result_spec(node, operand, held)
-            if isinstance(result, Refusal) or result == WHOLE:
-                continue
-            if isinstance(result, Reduced):
-                needs: Mapping[fx.Node, Spec] = QUERY_AXIS.sum_operands(node, operand, held)
-                if result.combine != "sum":
-                    continue
-            else:
-                found = QUERY_AXIS.operand_specs(node, result)
-                if isinstance(found, Refusal):
-                    continue
-                needs = found
-            if not self._fit(needs):
-                continue
-            self._note(node, None if isinstance(result, Reduced) else result, needs)
-            return True
+            needs = self._needs_for(node, result)
+            if not isinstance(needs, Refusal) and self._fit(needs):
+                self.add(node, result)
+                return True
         return False
 
     def _held(self, node: fx.Node) -> Spec | None:
@@ -305,11 +280,11 @@ class _Block:
 
         The gradients of keys and values are read so once they are complete.
         """
-        if node in self.specs:
-            spec = self.specs[node]
-            if spec is None and is_attention_item(node):
-                return self.specs[node.all_input_nodes[0]]
-            return spec
+        spec = self.specs.get(node)
+        if spec == SUM and is_attention_item(node):
+            spec = self.specs[node.all_input_nodes[0]]
+        if spec is not None:
+            return None if isinstance(spec, Reduced) else spec
         found = self.read.get(node, set()) - {WHOLE}
         return next(iter(found)) if len(found) == 1 else None
 
@@ -325,21 +300,19 @@ class _Block:
                 return False
         return True
 
-    def _note(self, node: fx.Node, spec: Spec | None, needs: Mapping[fx.Node, Spec]) -> None:
-        self.specs[node] = spec
-        stack = [*needs.items()]
-        while stack:
-            operand, held = stack.pop()
-            if operand in self.specs:
-                continue
-            if self._is_pulled(operand, held):
-                self.specs[operand] = held
-                stack += self._needs(operand, held).items() if held else ()
-            else:
-                self._read(operand, held)
+    def _pull(self, operand: fx.Node, spec: Spec) -> None:
+        if operand in self.specs:
+            return
+        if self._is_pulled(operand, spec):
+            self._put(operand, spec)
+        else:
+            self._read(operand, spec)
 
-    def _read(self, operand: fx.Node, held: Spec) -> None:
-        self.read.setdefault(operand, set()).add(held)
+    def _pushes(self, member: fx.Node) -> bool:
+        return False
+
+    def _read(self, operand: fx.Node, spec: Spec) -> None:
+        self.read.setdefault(operand, set()).add(spec)
         self.bases.add(ops.base_of(operand))
 
     def _is_pulled(self, node: fx.Node, spec: Spec) -> bool:
@@ -348,14 +321,13 @@ class _Block:
             return ops.is_constant(node)
         if not ops.is_constant(node) and node not in self.of_mask:
             return False
-        return not isinstance(QUERY_AXIS.operand_specs(node, spec), Refusal)
+        return not isinstance(self.operand_specs(node, spec), Refusal)
 
     # ---- what leaves ---------------------------------------------------------------------------
     def _outputs(self, y: fx.Node) -> list[fx.Node]:
         found: list[fx.Node] = []
         for node in self.joint.sorted(self.specs):
-            spec = self.specs[node]
-            if spec == WHOLE or ops.is_constant(node):
+            if self.specs[node] == WHOLE or ops.is_constant(node):
                 continue
             outside = [user for user in node.users if user not in self.specs]
             complete = [user for user in node.users if self._reads_complete(user, node)]
@@ -369,16 +341,6 @@ class _Block:
         return found
 
     def _reads_complete(self, user: fx.Node, node: fx.Node) -> bool:
-        spec = self.specs.get(user, WHOLE)
-        if spec == WHOLE:
-            return False
-        if spec is None:
-            source = next(n for n in user.all_input_nodes if self._held(n))
-            held = self._held(source)
-            if self.specs.get(source, WHOLE) is None and not is_attention_item(source):
-                return False
-            assert held, "each value of a block is held"
-            needs = QUERY_AXIS.sum_operands(user, source, held)
-        else:
-            needs = dict(self._needs(user, spec))
-        return needs.get(node, self.specs[node]) != self.specs[node]
+        own = self.specs[node]
+        held = self.specs.get(user, WHOLE)
+        return held != WHOLE and self.required_specs(user).get(node, own) != own

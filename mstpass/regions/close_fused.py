@@ -18,15 +18,15 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, ancestors, numel, value_of
-from mstpass.graph.tokens import WHOLE, CannotTake
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake
 from mstpass.regions.absorb import (
     absorb_sums,
-    absorb_sums_of_gradients,
     absorb_users,
     check_linear,
 )
 from mstpass.regions.anchors import anchor_spec
-from mstpass.regions.grow import COMPLETE, Growth
+from mstpass.regions.grow import COMPLETE
+from mstpass.regions.wide_growth import WideGrowth
 
 # The most widening matmuls in a row in one fused loop. The time to compile the loop's body grows
 # with their square: for MLPs with dropout 28 s for 4 of them, 134 s for 6 (2 busy CPU cores,
@@ -48,7 +48,7 @@ class Unit:
     prelude: tuple[fx.Node, ...]
 
 
-def close_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
+def close_fused(joint: JointGraph, growth: WideGrowth) -> tuple[Unit | None, str]:
     """Close the region as fused.
 
     Returns:
@@ -63,14 +63,16 @@ def close_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
         growth.adopt(trial)
         absorb_users(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
         absorb_sums(joint, growth)
-        absorb_sums_of_gradients(joint, growth)
+        # of a weight that is used twice, the loop has one sum: dw = dw_1 + dw_2
+        of_weights = filter(ops.is_matmul, joint.backward.intersection(growth.specs))
+        growth.join_sums({node for node in of_weights if growth.specs[node] == SUM})
         _check_matmuls_in_a_row(joint, growth)
     except CannotTake as refusal:
         return None, f"not fused: {refusal.node.name}: {refusal.reason}"
     return unit, ""
 
 
-def _close(joint: JointGraph, growth: Growth) -> Unit:
+def _close(joint: JointGraph, growth: WideGrowth) -> Unit:
     """Add members until no path leaves the region and comes back."""
     while True:
         entries = _pull_backward(joint, growth)
@@ -88,7 +90,7 @@ def _close(joint: JointGraph, growth: Growth) -> Unit:
     return unit
 
 
-def _pull_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
+def _pull_backward(joint: JointGraph, growth: WideGrowth) -> list[fx.Node]:
     """Add the backward values with tokens that members read; return the others that they read.
 
     The latter enter the region. They must not depend on its results, for they are computed before
@@ -115,7 +117,7 @@ def _pull_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
     return [entry for entry in entries if entry not in growth.specs]
 
 
-def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
+def _unit(joint: JointGraph, growth: WideGrowth, entries: list[fx.Node]) -> Unit:
     """The scalar in which all entries are linear: the tangent itself if that is possible.
 
     With the tangent as the unit, the loop computes exactly what the graph without a loop computes
@@ -153,7 +155,7 @@ def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
     return Unit(tangents[0], tuple(prelude))
 
 
-def _check_matmuls_in_a_row(joint: JointGraph, growth: Growth) -> None:
+def _check_matmuls_in_a_row(joint: JointGraph, growth: WideGrowth) -> None:
     """Raise ``CannotTake`` if one loop would run too many widening matmuls in a row."""
     in_a_row: dict[fx.Node, int] = {}
     for node in joint.sorted(growth.specs):

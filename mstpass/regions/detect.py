@@ -20,18 +20,16 @@ batch are compared. A loss over logits is then computed in rounds (loops/rounds.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import FEATURES, TOKEN_AXIS, TOKENS, Axis, axis_of
-from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.axes import FEATURES, TOKENS, axis_of
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, symbols_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
+from mstpass.graph.tokens import WHOLE, CannotTake, Spec, token_count
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
@@ -46,9 +44,9 @@ from mstpass.regions.anchors import (
 )
 from mstpass.regions.close_fused import close_fused
 from mstpass.regions.gradient_seeds import add_gradients
-from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
+from mstpass.regions.grow import rejection_of
 from mstpass.regions.make_region import Core, make_region
-from mstpass.regions.rejection import rejection_of
+from mstpass.regions.wide_growth import WideGrowth
 
 _FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
@@ -67,17 +65,15 @@ def find_regions(
     rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
-    upstream = joint.cached(upstream_matmuls)
-    operand_specs = functools.cache(_operand_specs)  # asked for again by every region
     for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
             continue
-        growth = Growth(joint, wide_numel(anchor, spec), taken, upstream, TOKEN_AXIS, operand_specs)
+        growth = WideGrowth(joint, wide_numel(anchor, spec), taken)
         with runner.left_out("detection of a region", anchor.name):
             try:
                 region, growth = _region(joint, growth, anchor, spec)
             except CannotTake as refusal:
-                other = _along_features(joint, growth, anchor, spec) if along_features else None
+                other = _along_features(joint, taken, anchor, spec) if along_features else None
                 if other is None:
                     rejections.append((anchor, rejection_of(anchor, refusal)))
                     refused.update(n for n in growth.specs if growth.wide(n))
@@ -108,28 +104,17 @@ def region_along_features(
     anchor, spec = next(iter(known.items()))  # the one with the most bytes
     taken = {joint.by_name[name] for r in others for name, spec in r.members if spec != WHOLE}
     taken = {node for node in taken if not ops.is_cheap_view(node)}
-    shared = taken, joint.cached(upstream_matmuls), TOKEN_AXIS, _operand_specs
-    growth = Growth(joint, wide_numel(anchor, spec), *shared)
-    found = _along_features(joint, growth, anchor, spec)
+    found = _along_features(joint, taken, anchor, spec)
     return None if found is None else found[0]
 
 
-def _operand_specs(
-    node: fx.Node, spec: Spec, axis: Axis = TOKEN_AXIS
-) -> dict[fx.Node, Spec] | Refusal:
-    """Those of the axis, but for collectives: no loop runs them (graph/collectives.py)."""
-    if is_collective(node) or is_wait(node):
-        return Refusal(ONCE)
-    return axis.operand_specs(node, spec)
-
-
 def _along_features(
-    joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec
-) -> tuple[Region, Growth] | None:
+    joint: JointGraph, taken: Set[fx.Node], anchor: fx.Node, spec: Spec
+) -> tuple[Region, WideGrowth] | None:
     """The region around an anchor whose loops run over its features; None if there is none.
 
     Args:
-        growth: that of the refused region over tokens.
+        taken: the members of other regions.
         spec: the anchor's token dims.
     """
     value = value_of(anchor)
@@ -139,10 +124,8 @@ def _along_features(
         return None  # of all sizes, only that of the features has to be a number
     (dim,) = dims
     axis = axis_of(FEATURES, value.shape[dim])
-    operand_specs = functools.partial(_operand_specs, axis=axis)
     never_wide = joint.cached(weights_and_gradients)
-    shared = growth.taken, growth.upstream, axis, operand_specs, never_wide
-    other = Growth(joint, _FEW_ROWS * value.shape[dim], *shared)
+    other = WideGrowth(joint, _FEW_ROWS * value.shape[dim], taken, axis, never_wide)
     try:
         other.add(anchor, HeadDim(dim))
         return _closed(joint, other, Core(anchor, value.shape[dim], FEATURES))
@@ -151,8 +134,8 @@ def _along_features(
 
 
 def _region(
-    joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec
-) -> tuple[Region, Growth]:
+    joint: JointGraph, growth: WideGrowth, anchor: fx.Node, spec: Spec
+) -> tuple[Region, WideGrowth]:
     """The region around an anchor, and its members.
 
     Raises:
@@ -168,7 +151,7 @@ def _region(
     return _closed(joint, growth, core)
 
 
-def _closed(joint: JointGraph, growth: Growth, core: Core) -> tuple[Region, Growth]:
+def _closed(joint: JointGraph, growth: WideGrowth, core: Core) -> tuple[Region, WideGrowth]:
     """The region of what has grown so far, and its members.
 
     Raises:
@@ -203,19 +186,10 @@ def _num_tokens(anchor: fx.Node, spec: Spec) -> int:
     return num_tokens
 
 
-def _close_apart(joint: JointGraph, growth: Growth) -> None:
+def _close_apart(joint: JointGraph, growth: WideGrowth) -> None:
     """Close the forward and the backward part of a region, each as a loop of its own."""
     for in_backward in (False, True):
-        part = _part(joint, growth, in_backward)
-        if part:
+        if part := growth.part(in_backward):
             growth.close(part)
-            absorb_users(joint, growth, _part(joint, growth, in_backward))
+            absorb_users(joint, growth, growth.part(in_backward))
     absorb_norms(joint, growth)
-
-
-def _part(joint: JointGraph, growth: Growth, in_backward: bool) -> set[fx.Node]:
-    return {
-        node
-        for node, spec in growth.specs.items()
-        if spec != WHOLE and (node in joint.backward) == in_backward
-    }

@@ -24,12 +24,12 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.matmul import contracted_specs
+from mstpass.graph.token_rules.products import contracted_specs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
-from mstpass.regions.grow import Growth
+from mstpass.regions.wide_growth import WideGrowth
 
 
-def add_gradients(joint: JointGraph, growth: Growth) -> None:
+def add_gradients(joint: JointGraph, growth: WideGrowth) -> None:
     """Add to a region the gradients of its wide products, each if that is possible."""
     done: set[fx.Node] = set()
     while products := [n for n in growth.specs if n not in done and _is_product(joint, growth, n)]:
@@ -40,13 +40,13 @@ def add_gradients(joint: JointGraph, growth: Growth) -> None:
                     growth.try_add(gradient, spec)
 
 
-def _is_product(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
+def _is_product(joint: JointGraph, growth: WideGrowth, node: fx.Node) -> bool:
     plain = ops.is_matmul(node) and not ops.is_grouped_matmul(node)
     return plain and growth.wide(node) and node not in joint.backward
 
 
 def _gradients(
-    joint: JointGraph, growth: Growth, product: fx.Node
+    joint: JointGraph, growth: WideGrowth, product: fx.Node
 ) -> Iterator[tuple[fx.Node, Spec]]:
     """The wide values outside of the region that are gradients of a product, with their specs."""
     by_factor = joint.cached(_matmuls_by_factor)
@@ -77,7 +77,7 @@ def _matmuls_by_factor(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _spec(growth: Growth, product: fx.Node) -> Spec:
+def _spec(growth: WideGrowth, product: fx.Node) -> Spec:
     spec = growth.specs[product]
     return spec if isinstance(spec, tuple) else WHOLE
 
@@ -88,7 +88,9 @@ def _other_factor(product: fx.Node, base: fx.Node) -> fx.Node | None:
     return others[0] if others else None
 
 
-def _belongs_to(growth: Growth, gradient: fx.Node, product: fx.Node, alike: list[fx.Node]) -> bool:
+def _belongs_to(
+    growth: WideGrowth, gradient: fx.Node, product: fx.Node, alike: list[fx.Node]
+) -> bool:
     """Whether a gradient is that of one product, of several with the same factor."""
     bits = {n: 1 << growth.joint.index[n] for n in alike}
     sources = [n for n in alike if growth.upstream[gradient] & bits[n]]

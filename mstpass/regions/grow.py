@@ -1,204 +1,141 @@
-"""Grow a region from an anchor: to everything that touches its wide values, each with token dims.
-
-A value is *wide* if it has many more elements per token than the input of the anchor. No wide value
-may leave the region, so all users of a wide member join, and a user that is not token-parallel ends
-the growth with a refusal.
+"""Grow a region from seeds, along an axis: its members, each with its cut, and what joins them.
 
 Pseudo-code::
 
-    add(anchor)
-    until nothing changes:
-        of a member with a wide value, add all users
-        of every member, add the operands that are wide or only views
+    add(seed)
+    until nothing changes, of each member:
+        add its operands that belong to the region
+        add its users, if they belong
 
-Some values belong to no single region (``may_repeat``): masks and one-hot rows that cheap ops make
-from narrow values. Every region computes them for itself, so that two heads with the same labels
-do not become one loop. A narrow value that a region reads in two roles, such as the labels in
-``t[:, None] == t[None, :]``, is computed in one of them and read as an input in the other.
+What belongs is said by a class for each kind of region: all that touches wide values, of tokens or
+features (wide_growth.py), what is computed head by head (head_growth.py), the parts of a mask
+(masked_attention.py), and what lies between two ends (blocks.py).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
 
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import Axis
-from mstpass.graph.collectives import is_collective
-from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.sizes import is_size
+from mstpass.graph.source_location import source_of
+from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
-from mstpass.regions.paths import back_to
-from mstpass.walk import needed_first, walk_once
+from mstpass.plans import Region, Rejection
 
-ONCE = "a collective runs once on all tokens, in step with the other ranks"
+ANOTHER = "already belongs to another region"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
-OperandSpecs = Callable[[fx.Node, Spec], "dict[fx.Node, Spec] | Refusal"]
 
 
-def upstream_matmuls(joint: JointGraph) -> dict[fx.Node, int]:
-    """For every node, the matmuls that it depends on or is, as bits: bit i stands for node i."""
-    upstream: dict[fx.Node, int] = {}
-    for i, node in enumerate(joint.nodes):
-        bits = 1 << i if ops.is_matmul(node) else 0
-        for operand in node.all_input_nodes:
-            bits |= upstream[operand]
-        upstream[node] = bits
-    return upstream
+def found_regions(
+    seeds: Iterable[fx.Node], region_of: Callable[[fx.Node], Region]
+) -> tuple[list[Region], list[Rejection]]:
+    """The region of each seed, or why there is none."""
+    regions: list[Region] = []
+    rejections: list[Rejection] = []
+    for seed in seeds:
+        try:
+            regions.append(region_of(seed))
+        except CannotTake as refusal:
+            rejections.append(rejection_of(seed, refusal))
+    return regions, rejections
+
+
+def rejection_of(seed: fx.Node, refusal: CannotTake) -> Rejection:
+    """No region grows from the seed, for the reason of the refusal."""
+    return Rejection("detect", refusal.node.name, refusal.reason, source_of(seed), nbytes(seed))
+
+
+def _known_specs(joint: JointGraph) -> dict[tuple[Axis, fx.Node, Spec], OperandSpecs | Refusal]:
+    """What nodes need of their operands, as far as a growth has asked: others ask again."""
+    return {}
 
 
 class Growth:
     """A region while it grows: its members and their specs.
 
     Args:
-        wide_numel: from how many elements on a value is wide.
-        taken: the members of other regions.
-        upstream: the result of ``upstream_matmuls``.
         axis: what the region's loops run over.
-        operand_specs: that of the axis, perhaps cached.
-        never_wide: values that are large whatever the tokens: weights and their gradients, where
-            the region's loops run over features.
+        taken: the members of other regions.
+
+    Attributes:
+        of_collectives: why no collective joins.
+        of_two_specs: why a value joins in one role alone; filled in are two specs.
     """
 
-    def __init__(
-        self,
-        joint: JointGraph,
-        wide_numel: int,
-        taken: Set[fx.Node],
-        upstream: Mapping[fx.Node, int],
-        axis: Axis,
-        operand_specs: OperandSpecs,
-        never_wide: Set[fx.Node] = frozenset(),
-    ):
-        self.joint, self.wide_numel = joint, wide_numel
-        self.taken, self.upstream = taken, upstream
-        self.axis, self.operand_specs, self.never_wide = axis, operand_specs, never_wide
+    of_collectives = "a collective runs once on all tokens, in step with the other ranks"
+    of_two_specs = "its users need different token dims: {} and {}"
+
+    def __init__(self, joint: JointGraph, axis: Axis, taken: Set[fx.Node] = frozenset()):
+        self.joint, self.axis, self.taken = joint, axis, taken
         self.specs: dict[fx.Node, Spec | Reduced] = {}
-        self.returned: set[fx.Node] = set()  # wide members that the step returns
-        self.reenters = False  # a path leaves the region's loops and comes back to later ones
-        self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
+        self._known = joint.cached(_known_specs)
         self._queue: deque[fx.Node] = deque()
 
-    def copy(self) -> Growth:
-        shared = self.taken, self.upstream, self.axis, self.operand_specs, self.never_wide
-        other = Growth(self.joint, self.wide_numel, *shared)
-        other.specs, other.returned = dict(self.specs), set(self.returned)
-        other.reenters, other.made_from_narrow = self.reenters, self.made_from_narrow
-        return other
+    # ---- what an axis says of nodes ------------------------------------------------------------
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        """What a node needs of its operands; no loop runs collectives (graph/collectives.py)."""
+        if is_collective(node) or is_wait(node):
+            return Refusal(self.of_collectives)
+        key = self.axis, node, spec
+        if key not in self._known:
+            self._known[key] = self.axis.operand_specs(node, spec)
+        return self._known[key]
 
-    def adopt(self, other: Growth) -> None:
-        """Replace the members by those of a copy that has grown further."""
-        self.specs, self.returned, self.reenters = other.specs, other.returned, other.reenters
-
-    def try_add(self, node: fx.Node, spec: Spec) -> bool:
-        """Add the node if that is possible, else change nothing. Returns whether it was added."""
-        trial = self.copy()
-        try:
-            trial.add(node, spec)
-        except CannotTake:
-            return False
-        self.adopt(trial)
-        return True
-
-    def wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel and node not in self.never_wide
-
-    def may_repeat(self, node: fx.Node) -> bool:
-        """Whether several regions may compute the node.
-
-        So they may narrow masks from labels, constants, rows gathered from a table, and wide values
-        that are made from narrow ones, with the sums and maxima of their rows.
-        """
-        if ops.is_constant(node) or ops.gathers_rows(node):
-            return True
-        if self.wide(node):
-            return node.op != "placeholder" and self._is_made_from_narrow(node)
-        value = value_of(node)
-        if value is not None and not value.is_floating_point():
-            return True
-        operands = self._wide_operands(node)
-        return ops.is_reduction(node) and all(map(self._is_made_from_narrow, operands))
-
-    def _is_made_from_narrow(self, node: fx.Node) -> bool:
-        """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label.
-
-        A gradient that a product reads is not among them: it belongs with the product.
-        """
-        known = self.made_from_narrow
-        for one in needed_first(node, self._wide_operands, known):
-            if one.op == "placeholder":  # masks may be repeated
-                value = value_of(one)
-                known[one] = value is not None and not value.is_floating_point()
-                continue
-            cheap = ops.is_pointwise(one) or ops.is_cheap_view(one)
-            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(one)))
-            made = cheap and all(known[operand] for operand in self._wide_operands(one))
-            known[one] = made or ops.is_constant(one)
-        return known[node]
-
-    def _wide_operands(self, node: fx.Node) -> list[fx.Node]:
-        return [operand for operand in node.all_input_nodes if self.wide(operand)]
-
-    def wide_matmuls(self) -> int:
-        """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""
-        return sum(1 << self.joint.index[node] for node in self.specs if self._is_wide_matmul(node))
-
-    def _is_wide_matmul(self, node: fx.Node) -> bool:
-        return ops.is_matmul(node) and self.wide(node)
-
-    def depends_on(self, node: fx.Node, matmuls: int) -> bool:
-        """Whether a node outside of the region depends on one of these matmuls."""
-        return node not in self.specs and bool(self.upstream[node] & matmuls)
-
-    def computed(self) -> set[fx.Node]:
-        """The members that are or depend on wide matmuls of the region.
-
-        Nodes outside that read another member compute it themselves.
-        """
-        members = lambda node: (user for user in node.users if user in self.specs)
-        return set(walk_once(filter(self._is_wide_matmul, self.specs), members))
-
-    def add(self, node: fx.Node, spec: Spec | Reduced) -> None:
-        """Make ``node`` a member, and all nodes that must or should join because of it.
-
-        Raises:
-            CannotTake: two members need different token dims of a value, or a user of a wide value
-                cannot join.
-        """
-        self._put(node, spec)
-        while self._queue:
-            member = self._queue.popleft()
-            self._pull_operands(member)
-            if not has_tokens(self.specs[member]) or ops.is_constant(member):
-                continue
-            if value_of(member) is None or (self.wide(member) and not self.may_repeat(member)):
-                self._push_users(member)
-
-    def required_specs(self, member: fx.Node) -> dict[fx.Node, Spec]:
+    def required_specs(self, member: fx.Node) -> OperandSpecs:
         """The spec that a member requires of each operand.
 
         Raises:
             CannotTake: the op of the member has no rule for its spec.
         """
-        spec = self.specs[member]
-        if isinstance(spec, Reduced):
-            required = self._specs_for_sum(member)
-        else:
-            required = self.operand_specs(member, spec)
-        if isinstance(required, Refusal):
-            raise CannotTake(member, required.reason)
-        return required
+        return self._needs_of(member, self.specs[member])
 
-    def _specs_for_sum(self, member: fx.Node) -> dict[fx.Node, Spec] | Refusal:
+    def reads(self) -> Iterator[tuple[fx.Node, fx.Node, Spec]]:
+        """Each member, and each of its operands with the spec that the member requires."""
+        for member in self.specs:
+            for operand, spec in self.required_specs(member).items():
+                yield member, operand, spec
+
+    def has_operands(self, node: fx.Node, is_available: Callable[[fx.Node, Spec], bool]) -> bool:
+        """Whether each operand of a member is one in the spec that is required, or available."""
+        try:
+            required = self.required_specs(node)
+        except CannotTake:
+            return False
+        return all(
+            self.specs[n] == spec if n in self.specs else is_available(n, spec)
+            for n, spec in required.items()
+        )
+
+    def _needs_of(self, node: fx.Node, spec: Spec | Reduced) -> OperandSpecs:
+        found = self._needs_for(node, spec)
+        if isinstance(found, Refusal):
+            raise CannotTake(node, found.reason)
+        return found
+
+    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+        if not isinstance(spec, Reduced):
+            return self.operand_specs(member, spec)
         for operand in member.all_input_nodes:
-            spec = self.specs.get(operand)
-            if isinstance(spec, tuple) and spec != WHOLE:
-                return self.axis.sum_operands(member, operand, spec)
+            if held := self._held(operand):
+                return self.axis.sum_operands(member, operand, held)
         if all(self.specs.get(operand) == SUM for operand in tensor_inputs(member)):
             return {}  # a sum of sums
         return Refusal("no operand that it sums has tokens in the region")
+
+    def _held(self, operand: fx.Node) -> Spec | None:
+        """How members read a value chunk by chunk; None if they do not."""
+        spec = self.specs.get(operand)
+        return None if isinstance(spec, Reduced) else spec
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
         """The spec that a user of a member would have, or why the user cannot join."""
@@ -207,6 +144,10 @@ class Growth:
             return Refusal(COMPLETE)
         if user.op == "output":
             return Refusal("is an output of the graph")
+        return self.result(user, operand, spec)
+
+    def result(self, user: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        """The spec of a node that reads ``operand`` in ``spec``, if it can be computed so."""
         result = self.axis.result_spec(user, operand, spec)
         if isinstance(result, tuple):
             required = self.operand_specs(user, result)
@@ -214,167 +155,117 @@ class Growth:
                 return required
         return result
 
+    # ---- growing -------------------------------------------------------------------------------
+    def add(self, node: fx.Node, spec: Spec | Reduced) -> None:
+        """Make ``node`` a member, and all nodes that must or should join because of it.
+
+        Raises:
+            CannotTake: two members need different dims of a value, or a node that must cannot join.
+        """
+        self._put(node, spec)
+        while self._queue:
+            member = self._queue.popleft()
+            for operand, needed in self.required_specs(member).items():
+                self._pull(operand, needed)
+            own = self.specs[member]
+            if has_tokens(own) and not ops.is_constant(member) and self._pushes(member):
+                self._push_users(member)
+
     def _put(self, node: fx.Node, spec: Spec | Reduced) -> None:
         known = self.specs.get(node)
         if known is None:
             if node in self.taken and spec != WHOLE:
-                raise CannotTake(node, "already belongs to another region")
+                raise CannotTake(node, ANOTHER)
             self.specs[node] = spec
             self._queue.append(node)
         elif known != spec:
-            raise CannotTake(node, _conflict(known, spec))
+            raise CannotTake(node, self.of_two_specs.format(known, spec))
 
     def _push_users(self, member: fx.Node) -> None:
         for user in self.joint.users(member):
             if user in self.specs:
                 continue
             if user.op == "output":
-                if member in self.joint.backward:
-                    raise CannotTake(member, "is an output of the graph")
-                self.returned.add(member)
+                self._returns(member)
                 continue
             result = self.spec_of_user(user, member)
             if isinstance(result, Refusal):
-                raise CannotTake(user, result.reason)
-            self._put(user, result)
+                self._refuses(user, result.reason)
+            else:
+                self._put(user, result)
 
-    def _pull_operands(self, member: fx.Node) -> None:
-        for operand, spec in self.required_specs(member).items():
-            if operand in self.specs:
-                if self.specs[operand] != spec and not self._may_be_read(operand, spec):
-                    raise CannotTake(operand, _conflict(self.specs[operand], spec))
-            elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
-                self._put(operand, spec)
-            elif value_of(operand) is None:
-                raise CannotTake(operand, "it returns several tensors but cannot join the region")
+    # ---- what belongs --------------------------------------------------------------------------
+    def _pull(self, operand: fx.Node, spec: Spec) -> None:
+        """Add an operand of a member, which needs it in ``spec``, if it belongs."""
 
-    def _may_be_read(self, member: fx.Node, spec: Spec) -> bool:
-        """Whether a loop may read the value of a member in other dims than it computes it in.
+    def _pushes(self, member: fx.Node) -> bool:
+        """Whether the users of a member belong."""
+        return True
 
-        It may if the value exists before the loop: it is small, and no product of the region, nor
-        the gradient that enters it, leads to it. What is reduced over all tokens may be read as a
-        whole: the loop that reads it follows the one that computes it (loops/rounds.py).
+    def _returns(self, member: fx.Node) -> None:
+        """A member whose users belong is an output of the graph."""
+
+    def _refuses(self, user: fx.Node, reason: str) -> None:
+        """A user that belongs cannot join."""
+        raise CannotTake(user, reason)
+
+    # ---- sums ----------------------------------------------------------------------------------
+    def join_sums(self, sums: Set[fx.Node]) -> None:
+        """Add the nodes that add up several of these sums, or views of them, so that the loop
+        returns one of them.
+
+        They read nothing else, and no other node outside of the region reads what they read.
         """
-        if isinstance(self.specs[member], Reduced):
-            return spec == WHOLE
-        if self.wide(member) or value_of(member) is None or member in self.joint.backward:
-            return False
-        return not self.upstream[member] & self.wide_matmuls()
-
-    def check_roles(self) -> None:
-        """Check, once all members are known, that the values read in two roles may be.
-
-        Raises:
-            CannotTake: the region itself computes such a value.
-        """
-        for member in self.specs:
-            for operand, spec in self.required_specs(member).items():
-                known = self.specs.get(operand, spec)
-                if known != spec and not self._may_be_read(operand, spec):
-                    raise CannotTake(operand, _conflict(known, spec))
-
-    def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
-        if operand.op != "call_function":
-            return False
-        if ops.is_cheap_view(operand) or ops.is_constant(operand):
-            return True
-        if spec == WHOLE:
-            return False
-        value = value_of(operand)
-        if value is None:
-            return True  # no tuple can enter a loop, so its producer joins with its items
-        # To compute masks and indices from labels again is cheaper than to read them; to read rows
-        # of a table than rows of a copy that is larger than the table.
-        labels = not value.is_floating_point() and ops.is_pointwise(operand)
-        return self.wide(operand) or labels or ops.gathers_rows(operand)
-
-    def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
-        required = self.operand_specs(operand, spec)
-        if isinstance(required, Refusal):
-            return False
-        for n, s in required.items():
-            if self.specs.get(n, s) != s and not self._may_be_read(n, s):
-                return False
-        # An item of a tuple joins only together with the op that returns the tuple.
-        tuples = [n for n in required if value_of(n) is None and n not in self.specs]
-        return all(self._can_pull(n, required[n]) for n in tuples)
-
-    # ---- closing a part: no path may leave it and come back -----------------------------------
-    def close(self, part: set[fx.Node], ignored: fx.Node | None = None) -> None:
-        """Add all nodes on paths that leave ``part`` and come back to it.
-
-        Paths through ``ignored``, the scalar of a fused region, do not count. Neither do paths
-        through a collective or a value that is reduced over all tokens, if the same phase of the
-        region reads what they lead to: then it is several loops (loops/rounds.py).
-
-        Raises:
-            CannotTake: such a node cannot join.
-        """
-        while True:
-            between = back_to(self.joint, part, part & self.computed(), ignored)
-            after = self._after_loops(part, between)
-            if after and not self._phase_reads(part, after):
-                first = next(n for n in between if n in after)
-                raise CannotTake(first, ONCE if is_collective(first) else COMPLETE)
-            self.reenters |= bool(after)
-            inside = [node for node in between if node not in after]
-            if not inside:
-                return
-            for node in inside:
-                self._join(node)
-            part = part | set(inside)
-
-    def _after_loops(self, part: set[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
-        """Those of the nodes, in the graph's order, that can be computed only after a loop.
-
-        They read what a collective makes of the part's values, or what these are reduced to. The
-        backward of a fused region is one loop.
-        """
-        fused = len({node in self.joint.backward for node in part}) == 2
-        found: set[fx.Node] = set()
-        for node in nodes:
-            in_backward = node in self.joint.backward
-            if in_backward and fused:
+        every, added = set(sums), list[fx.Node]()
+        readers = [self.joint.index[user] for node in sums for user in node.users]
+        heapq.heapify(readers)
+        while readers:
+            node = self.joint.nodes[heapq.heappop(readers)]
+            read = {n for n in node.all_input_nodes if n in every}
+            if node in self.specs or node.op == "output" or not self._adds_up(node, read):
                 continue
-            waits = is_collective(node) and not in_backward
-            waits |= any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
-            if waits or any(operand in found for operand in node.all_input_nodes):
-                found.add(node)
-        return found
+            self.specs[node] = SUM
+            every.add(node)
+            added.append(node)
+            for user in node.users:
+                heapq.heappush(readers, self.joint.index[user])
+        for node in reversed(added):  # a view that leads to no such sum stays outside
+            several = sum(not is_size(n) for n in node.all_input_nodes) > 1
+            if not several and not any(user in self.specs for user in node.users):
+                del self.specs[node]
 
-    def _phase_reads(self, part: set[fx.Node], values: set[fx.Node]) -> bool:
-        """Whether nodes of the part read values of their own phase."""
-        return any(
-            operand in values
-            for node in part
-            for operand in node.all_input_nodes
-            if (operand in self.joint.backward) == (node in self.joint.backward)
-        )
+    def _adds_up(self, node: fx.Node, sums: set[fx.Node]) -> bool:
+        """Whether a node adds sums of its phase, or only views or casts one, and alone reads them.
 
-    def waits_for_reductions(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Members, and what they read that a loop over all tokens has to complete first."""
+        Such a node can be applied to the parts of each chunk, and the results added up.
+        """
+        value = value_of(node)
+        alone = all(user is node or user in self.specs for n in sums for user in n.users)
+        same_phase = len({n in self.joint.backward for n in (node, *sums)}) == 1
+        read = set(tensor_inputs(node))
+        if value is None or not (alone and same_phase and read <= sums):
+            return False
+        narrows = any(value.itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
+        return not narrows and ops.row(node).is_linear(node, read)
+
+    # ---- the region ----------------------------------------------------------------------------
+    def leaving(self) -> list[fx.Node]:
+        """The members that nodes outside read; these make constants themselves."""
         return [
-            (member, operand)
-            for member in self.specs
-            for operand, spec in self.required_specs(member).items()
-            if spec == WHOLE and isinstance(self.specs.get(operand), Reduced)
+            node
+            for node in self.joint.sorted(self.specs)
+            if any(user not in self.specs for user in node.users) and not ops.is_constant(node)
         ]
 
-    def _join(self, node: fx.Node) -> None:
-        if node in self.specs:
-            return
-        for operand in node.all_input_nodes:
-            spec = self.specs.get(operand, WHOLE)
-            if spec != WHOLE and not isinstance(spec, Reduced):
-                result = self.spec_of_user(node, operand)
-                if isinstance(result, Refusal):
-                    raise CannotTake(node, result.reason)
-                self.add(node, result)
-                return
-        waits = any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
-        reason = COMPLETE if waits else "lies on a path that leaves the region and comes back"
-        raise CannotTake(node, reason)
-
-
-def _conflict(spec: Spec | Reduced, other: Spec | Reduced) -> str:
-    return f"its users need different token dims: {spec} and {other}"
+    def plain(self, outputs: Iterable[fx.Node]) -> dict[str, Any]:
+        """The members and outputs as plain data, fields of a ``Region``."""
+        members = self.joint.sorted(self.specs)
+        specs = (self.specs[n] for n in members)
+        return {
+            "members": tuple(
+                (n.name, None if isinstance(spec, Reduced) else spec)
+                for n, spec in zip(members, specs, strict=True)
+            ),
+            "outputs": tuple(n.name for n in outputs),
+            "backward": frozenset(n.name for n in members if n in self.joint.backward),
+        }

@@ -20,7 +20,7 @@ from mstpass.plans import Region
 from mstpass.regions.advice import fix_of
 from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.close_fused import Unit
-from mstpass.regions.grow import Growth
+from mstpass.regions.wide_growth import WideGrowth
 from mstpass.torch_internals.fake_tensors import is_ordinary
 
 _TWICE = "computed more than once: in between, values of all tokens or of all ranks are combined"
@@ -39,7 +39,7 @@ class Core(NamedTuple):
 
 
 def make_region(
-    joint: JointGraph, growth: Growth, core: Core, unit: Unit | None, note: str
+    joint: JointGraph, growth: WideGrowth, core: Core, unit: Unit | None, note: str
 ) -> Region:
     """The region with the members of ``growth``.
 
@@ -67,7 +67,6 @@ def make_region(
         note = "; ".join(filter(None, (_TWICE, note)))
     forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
     _check_gain(growth, core.anchor, forward_outputs)
-    members = joint.sorted(growth.specs)
     anchor_value = core.anchor.meta["val"]
     return Region(
         kind=kind,
@@ -77,18 +76,16 @@ def make_region(
         symbolic=core.axis == TOKENS and not is_static(anchor_value),
         unbounded=core.axis == TOKENS and not is_bounded(anchor_value),
         fused=unit is not None,
-        members=tuple((n.name, _spec_or_none(growth.specs[n])) for n in members),
-        outputs=tuple(n.name for n in outputs),
         returned=tuple(n.name for n in outputs if n in returned),
-        backward=frozenset(n.name for n in members if n in joint.backward),
         unit=unit.scalar.name if unit is not None else None,
         prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
         note=note,
         axis=core.axis,
+        **growth.plain(outputs),
     )
 
 
-def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
+def _kind(joint: JointGraph, growth: WideGrowth, anchor: fx.Node) -> str:
     """ "mlp" if another matmul of the forward takes wide values to narrow ones, else "lm_head"."""
     for node, spec in growth.specs.items():
         if node is anchor or node in joint.backward or spec == WHOLE:
@@ -109,12 +106,8 @@ def _width(core: Core, spec: Spec | Reduced) -> int:
     return numel(core.anchor) // token_count(generic_shape(core.anchor.meta["val"]), spec)
 
 
-def _spec_or_none(spec: Spec | Reduced) -> Spec | None:
-    return None if isinstance(spec, Reduced) else spec
-
-
 # ---- what leaves the region ----------------------------------------------------------------------
-def _outputs(joint: JointGraph, growth: Growth, returned: set[fx.Node]) -> list[fx.Node]:
+def _outputs(joint: JointGraph, growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
     """The members that nodes outside need, and those that the step returns.
 
     Raises:
@@ -140,14 +133,14 @@ def _outputs(joint: JointGraph, growth: Growth, returned: set[fx.Node]) -> list[
     return joint.sorted(leaving)
 
 
-def _base(growth: Growth, node: fx.Node) -> fx.Node:
+def _base(growth: WideGrowth, node: fx.Node) -> fx.Node:
     """The member that a view shows, seen through further views."""
     while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
         node = node.all_input_nodes[0]
     return node
 
 
-def _without_views(growth: Growth, node: fx.Node) -> fx.Node:
+def _without_views(growth: WideGrowth, node: fx.Node) -> fx.Node:
     """The member of which the node shows all elements.
 
     Other regions may repeat the view, so they need the value that it shows.
@@ -161,13 +154,13 @@ def _without_views(growth: Growth, node: fx.Node) -> fx.Node:
 
 
 # ---- checks --------------------------------------------------------------------------------------
-def _check_values(growth: Growth, static_features: bool) -> None:
+def _check_values(growth: WideGrowth, static_features: bool) -> None:
     """Only the token dims of a value may be symbolic, so that one loop body fits every batch, and
     all values are ordinary tensors."""
-    specs: dict[fx.Node, Spec] = {n: _spec_or_none(s) or WHOLE for n, s in growth.specs.items()}
-    for member in growth.specs:
-        specs.update((n, s) for n, s in growth.required_specs(member).items() if n not in specs)
-    for node, spec in specs.items():
+    specs = dict(growth.specs)
+    specs.update((n, s) for _, n, s in growth.reads() if n not in growth.specs)
+    for node, held in specs.items():
+        spec = WHOLE if isinstance(held, Reduced) else held
         for value in tensors_of(node.meta.get("val")):
             if not is_ordinary(value):
                 raise CannotTake(node, "is no ordinary tensor: it is sparse, or a lazy conjugate")
@@ -176,7 +169,7 @@ def _check_values(growth: Growth, static_features: bool) -> None:
                 raise CannotTake(node, SYMBOLIC_WIDTH)
 
 
-def _check_large_value_left(growth: Growth, kind: str, returned: set[fx.Node]) -> None:
+def _check_large_value_left(growth: WideGrowth, kind: str, returned: set[fx.Node]) -> None:
     """There must be a large value besides those that the step returns, which exist in any case."""
     for node, spec in growth.specs.items():
         if isinstance(spec, Reduced) or spec == WHOLE or not growth.wide(node):
@@ -188,7 +181,7 @@ def _check_large_value_left(growth: Growth, kind: str, returned: set[fx.Node]) -
     raise CannotTake(next(iter(returned)), _RETURNED[kind])
 
 
-def _check_gain(growth: Growth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
+def _check_gain(growth: WideGrowth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
     """The outputs of the forward part must be clearly smaller than the anchor's result."""
     stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Reduced))
     if not forward_outputs and not growth.returned:

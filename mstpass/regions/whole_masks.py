@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import mask_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
-from mstpass.graph.query_rows import mask_of
 from mstpass.graph.source_location import source_of
 from mstpass.plans import Rejection
 

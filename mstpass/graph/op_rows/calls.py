@@ -15,7 +15,7 @@ from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.linearity import linear_matmul
 from mstpass.graph.op_rows import row
 from mstpass.graph.op_rows.row import CHEAP, HEAVY, PINNED, Attention, Factors, FlexArguments, Row
-from mstpass.graph.token_rules import collectives, grouped_matmul, matmul, scaled_matmul
+from mstpass.graph.token_rules import along_dims, products
 from mstpass.problem.op import POINTWISE, REALIZED, VIEW
 from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, WAITS, overloads
 from mstpass.torch_internals.graphs import name_of
@@ -25,22 +25,20 @@ aten = torch.ops.aten
 
 # ---- products ------------------------------------------------------------------------------------
 def product_rows() -> dict[Any, Row]:
-    rules = matmul.matmul_forward, matmul.matmul_backward, linear_matmul
-    grouped = grouped_matmul.grouped_forward, grouped_matmul.grouped_backward
+    rules = products.matmul_forward, products.matmul_backward, linear_matmul
+    grouped = products.grouped_forward, products.grouped_backward
     rows_by_expert = Row(
         "matmul",
         *grouped,
-        sums=grouped_matmul.summed_specs,
+        sums=products.summed_specs,
         factors=Factors(grouped=True),
         repeat=PINNED,
     )
-    sums_by_expert = dataclasses.replace(
-        rows_by_expert, sums=grouped_matmul.summed_specs, factors=Factors(grouped=True, adds=True)
-    )
+    sums_by_expert = dataclasses.replace(rows_by_expert, factors=Factors(grouped=True, adds=True))
     by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
     found: dict[Any, Row] = {
         aten._scaled_mm.default: Row(
-            "matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, factors=Factors()
+            "matmul", products.scaled_forward, products.scaled_backward, factors=Factors()
         ),
         grouped_rows: rows_by_expert,
         grouped_sums: sums_by_expert,
@@ -62,13 +60,13 @@ def product_rows() -> dict[Any, Row]:
         ),
     }
     for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
-        biased = op in matmul.BIASED
+        biased = op in products.BIASED
         factors = Factors(left=int(biased), batched="bmm" in str(op), adds=not biased)
         found[name_of(op)] = Row("other", factors=factors, workspace=row.PRODUCT)
         found[op] = Row(
             "matmul",
             *rules,
-            sums=matmul.contracted_specs,
+            sums=products.contracted_specs,
             factors=factors,
             workspace=row.PRODUCT,
             writes_anywhere=True,
@@ -80,33 +78,28 @@ def product_rows() -> dict[Any, Row]:
 def attention_rows() -> dict[Any, Row]:
     """Fused attention; the names of the workspaces are those of memory/workspaces.py."""
     sdpa, flash, efficient = "aten::_scaled_dot_product_", "aten::_flash", "aten::_efficient"
-    forward, backward = Attention(False, results=2), Attention(True, results=4)
-    of_rows = dataclasses.replace(forward, by_row=True)
-    of_rows_backward = dataclasses.replace(backward, by_row=True)
-    efficient_forward = dataclasses.replace(of_rows, efficient=True)
-    efficient_backward = dataclasses.replace(of_rows_backward, mask_to_write=4, efficient=True)
-    tokens_first = dataclasses.replace(forward, heads_dim=2)
-    tokens_first_backward = dataclasses.replace(backward, heads_dim=2)
-    known: dict[str, tuple[Attention, str]] = {
-        f"{sdpa}flash_attention_for_cpu": (of_rows, row.CPU_FLASH),
-        f"{sdpa}flash_attention_for_cpu_backward": (of_rows_backward, row.CPU_FLASH),
-        f"{sdpa}flash_attention": (forward, row.FLASH),
-        f"{sdpa}flash_attention_backward": (backward, row.FLASH_BACKWARD),
-        f"{sdpa}efficient_attention": (efficient_forward, row.EFFICIENT),
-        f"{sdpa}efficient_attention_backward": (efficient_backward, row.EFFICIENT_BACKWARD),
-        f"{sdpa}cudnn_attention": (of_rows, ""),
-        f"{sdpa}cudnn_attention_backward": (of_rows_backward, row.CUDNN_BACKWARD),
-        f"{sdpa}fused_attention_overrideable": (forward, ""),
-        f"{sdpa}fused_attention_overrideable_backward": (backward, ""),
-        f"{flash}_attention_forward": (tokens_first, row.FLASH),
-        f"{flash}_attention_backward": (tokens_first_backward, row.FLASH_BACKWARD),
-    }
     reason = "attention: every token reads other tokens"
+
+    def fused(backward: bool, workspace: str, **known: Any) -> Row:
+        attention = Attention(backward, results=4 if backward else 2, **known)
+        return Row("other", mixes=reason, attention=attention, workspace=workspace)
+
+    def both(name: str, forward: str, backward: str, **known: Any) -> dict[str, Row]:
+        of_backward = fused(True, backward, **known)
+        return {name: fused(False, forward, **known), f"{name}_backward": of_backward}
+
+    by_memory = {"by_row": True, "efficient": True}
     return {
-        **{
-            name: Row("other", mixes=reason, attention=attention, workspace=workspace)
-            for name, (attention, workspace) in known.items()
-        },
+        **both(f"{sdpa}flash_attention_for_cpu", row.CPU_FLASH, row.CPU_FLASH, by_row=True),
+        **both(f"{sdpa}flash_attention", row.FLASH, row.FLASH_BACKWARD),
+        f"{sdpa}efficient_attention": fused(False, row.EFFICIENT, **by_memory),
+        f"{sdpa}efficient_attention_backward": fused(
+            True, row.EFFICIENT_BACKWARD, mask_to_write=4, **by_memory
+        ),
+        **both(f"{sdpa}cudnn_attention", "", row.CUDNN_BACKWARD, by_row=True),
+        **both(f"{sdpa}fused_attention_overrideable", "", ""),
+        f"{flash}_attention_forward": fused(False, row.FLASH, heads_dim=2),
+        f"{flash}_attention_backward": fused(True, row.FLASH_BACKWARD, heads_dim=2),
         # No loop over heads runs these.
         f"{efficient}_attention_forward": Row(
             "other", attention=Attention(False, heads_dim=2), workspace=row.EFFICIENT
@@ -127,19 +120,16 @@ def attention_rows() -> dict[Any, Row]:
             attention=Attention(True, results=3, flex=FlexArguments(7, 9, (7, 8))),
             workspace=row.FLEX_BACKWARD,
         ),
-        "mstpass::attend_rows": Row("other", mixes=reason, attention=forward, workspace=row.ROWS),
-        **dict.fromkeys(
-            ("mstpass::attend_rows_backward", "mstpass::add_attend_rows_backward_"),
-            Row("other", mixes=reason, attention=backward, workspace=row.ROWS_BACKWARD),
-        ),
+        **both("mstpass::attend_rows", row.ROWS, row.ROWS_BACKWARD),
+        "mstpass::add_attend_rows_backward_": fused(True, row.ROWS_BACKWARD),
     }
 
 
 # ---- collectives ---------------------------------------------------------------------------------
 def collective_rows() -> dict[Any, Row]:
     names = {
-        collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
-        collectives.first_dim: (
+        along_dims.elementwise_over_ranks: ("all_reduce", "broadcast", "wait_tensor"),
+        along_dims.first_dim_over_ranks: (
             "all_gather_into_tensor",
             "reduce_scatter_tensor",
             "all_to_all_single",
@@ -150,7 +140,7 @@ def collective_rows() -> dict[Any, Row]:
         for name in (f"{NAMESPACE}::{op}" for op in each):
             runs = VIEW if name in WAITS else ""  # it returns the memory of the pending result
             found |= dict.fromkeys(overloads((name,)), Row("collective", *rules, runs=runs))
-    exchanged = Row("collective", *collectives.gathered_and_divided)
+    exchanged = Row("collective", *along_dims.gathered_and_divided)
     return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 

@@ -12,7 +12,7 @@ from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
-from mstpass.graph.token_rules.pointwise import pointwise_backward
+from mstpass.graph.token_rules.views import pointwise_backward
 from mstpass.graph.tokens import ANY, MAX, MIN, SUM, Reduced
 from mstpass.problem.op import CALL, ITEM, SCATTER
 
@@ -31,11 +31,9 @@ def view_rows() -> dict[Any, Row]:
     )
     squeezed = dataclasses.replace(view, shape_arg=None)
     whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
-    order = (views.permute_forward, views.permute_backward)
-    permute = Row("view", *order, first_only, inverses=("permute",))
-    select = along_dims.select_forward, along_dims.select_backward
+    permute = Row("view", *along_dims.permuted, first_only, inverses=("permute",))
     along = along_dims.along(along_dims.dim_argument)
-    item = Row("view", *select, first_only, reads_elsewhere=True)
+    item = Row("view", *along_dims.selected, first_only, reads_elsewhere=True)
     part = Row("view", *along, first_only, reads_elsewhere=True)
     return {
         operator.getitem: Row(
@@ -55,7 +53,7 @@ def view_rows() -> dict[Any, Row]:
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),
-            Row("view", views.complex_forward, views.complex_backward, first_only),
+            Row("view", *along_dims.as_complex, first_only),
         ),
         **dict.fromkeys((aten.select.int, aten.unbind.int), item),
         **dict.fromkeys(
@@ -117,9 +115,7 @@ def rows_along_dims() -> dict[Any, Row]:
     in_place = along(reads_elsewhere=False)
     triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
     cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/concatenations.py)
-    stacked = along_dims.stack_forward, along_dims.stack_backward
-    inserted = along_dims.select_scatter_forward, along_dims.select_scatter_backward
-    repeated = along_dims.repeat_forward, along_dims.repeat_backward
+    stacked, inserted = along_dims.stacked, along_dims.select_scattered
     written = along(linearity.sum_of(0, -1), runs=SCATTER)
     sorts = (
         aten.topk.default,
@@ -150,7 +146,7 @@ def rows_along_dims() -> dict[Any, Row]:
             along(first_only, along_dims.dims_argument),
         ),
         **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
-        aten.repeat.default: Row("index", *repeated, first_only, reads_elsewhere=True),
+        aten.repeat.default: Row("index", *along_dims.repeated, first_only, reads_elsewhere=True),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
-from mstpass.graph.token_rules.pointwise import (
+from mstpass.graph.token_rules.views import (
     created_backward,
     created_forward,
     iota_backward,

@@ -78,7 +78,7 @@ class Attention:
         backward: it computes gradients.
         results: how many of its first results hold heads; 0: no loop over heads can run it.
         heads_dim: the dim of heads of queries, keys, values and results.
-        by_row: it can run on some rows of queries and of the mask (query_rows.py).
+        by_row: it can run on some rows of queries and of the mask (attention.py).
         mask_to_write: the position of the mask that Inductor would write once for each head
             (schedule/attention_masks.py).
         flex: the arguments of FlexAttention; None for all other ops.

@@ -1,7 +1,7 @@
-"""Token rules of views whose result has all elements of the operand: view, permute, expand, items.
+"""Token rules of pointwise ops, of ops that create values, and of views.
 
-``view_as_real`` has a last dim of two more than its complex operand, ``view_as_complex`` one less.
-(``select`` and ``unbind`` drop a dim and ``slice`` shortens one: see along_dims.py.)
+Views here have all elements of their operand: view, expand, items. (``permute`` moves dims,
+``select`` and ``unbind`` drop one and ``slice`` shortens one: see along_dims.py.)
 """
 
 from __future__ import annotations
@@ -10,13 +10,47 @@ import torch
 from torch import fx
 
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import ints, shape_of
-from mstpass.graph.token_rules.pointwise import pointwise_forward
-from mstpass.graph.tokens import Refusal, Spec, through_view
+from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
+from mstpass.graph.tokens import Refusal, Spec, align, broadcast_source, through_view
 
 aten = torch.ops.aten
 
 
+def pointwise_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """The operand's token dims, counted from the right as broadcasting counts them."""
+    out, source = shape_of(node), shape_of(operand)
+    dims = align(spec, len(source), len(out))
+    if any(out[d] != source[s] for d, s in zip(dims, spec, strict=True)):
+        return Refusal("an operand is broadcast over the token dims")
+    return dims
+
+
+def pointwise_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    needs: OperandSpecs = {}
+    for operand in tensor_inputs(node):
+        source = broadcast_source(shape_of(operand), shape_of(node), spec)
+        if isinstance(source, Refusal):
+            return source
+        needs[operand] = source
+    return needs
+
+
+# ---- created values ---------------------------------------------------------------------------
+def created_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """``full_like`` and ``zeros_like``: the shape of the result is the operand's."""
+    return spec
+
+
+def created_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    return dict.fromkeys(tensor_inputs(node), spec)
+
+
+def iota_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    """``iota`` numbers its elements: a chunk of token numbers is not the iota of a chunk."""
+    return Refusal(f"{node.target} numbers its elements along a token dim") if spec else {}
+
+
+# ---- views --------------------------------------------------------------------------------------
 def view_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     return through_view(shape_of(operand), shape_of(node), spec)
 
@@ -34,29 +68,6 @@ def squeeze_all_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     return view_backward(node, spec)
 
 
-def _permutation(node: fx.Node) -> list[int]:
-    """For each dim of the result, the operand's dim."""
-    rank = len(shape_of(node))
-    if node.target is aten.permute.default:
-        return [d % rank for d in ints(node.args[1])]
-    order = list(range(rank))
-    if node.target is aten.t.default:
-        return order[::-1]
-    a, b = (d % rank for d in ints(node.args[1:3]))
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
-def permute_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec:
-    order = _permutation(node)
-    return tuple(order.index(d) for d in spec)
-
-
-def permute_backward(node: fx.Node, spec: Spec) -> OperandSpecs:
-    order = _permutation(node)
-    return {node.all_input_nodes[0]: tuple(order[d] for d in spec)}
-
-
 def expand_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     return pointwise_forward(node, operand, spec)
 
@@ -67,21 +78,3 @@ def getitem_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec:
 
 def getitem_backward(node: fx.Node, spec: Spec) -> OperandSpecs:
     return {node.all_input_nodes[0]: spec}
-
-
-def complex_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    """``view_as_complex`` and ``view_as_real``: all dims are in their places but the last one."""
-    return _with_dims(node, node, spec)
-
-
-def complex_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    operand = node.all_input_nodes[0]
-    source = _with_dims(node, operand, spec)
-    return source if isinstance(source, Refusal) else {operand: source}
-
-
-def _with_dims(node: fx.Node, holder: fx.Node, spec: Spec) -> Spec | Refusal:
-    """The spec, if ``holder`` has all its dims: real and imaginary parts are no tokens."""
-    if max(spec, default=-1) < len(shape_of(holder)):
-        return spec
-    return Refusal(f"{node.target} works along a token dim")

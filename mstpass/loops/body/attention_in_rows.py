@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from mstpass.graph.attention import RowsCall, is_attention, is_backward, operand_rows, rows_call
 from mstpass.graph.attention_rows import attend_rows, attend_rows_backward
 from mstpass.graph.builder import Builder
 from mstpass.graph.chunk_form import OperandChunk
-from mstpass.graph.heads import is_attention
-from mstpass.graph.query_rows import RowsCall, is_backward, operand_rows, rows_call
 from mstpass.graph.tokens import Refusal, Spec
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention import is_product
 from mstpass.graph.builder import Builder
-from mstpass.graph.heads import is_product
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.materialization import materialize
 
