@@ -13,8 +13,7 @@ from mstpass.graph.attention import is_attention
 from mstpass.graph.heads import HeadDim, through_view
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Refusal
-from mstpass.normalize.bias_after_product import bias_after_product
-from mstpass.normalize.products_by_section import products_by_section
+from mstpass.normalize.for_heads import bias_after_product, products_by_section
 from mstpass.plans import LoopPlan
 from mstpass.regions.attention import detect_attention
 from mstpass.torch_internals.fake_tensors import FakeTensorMode

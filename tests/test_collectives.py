@@ -20,8 +20,8 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.loop_op import mst_loop
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.normalize.index_by_token import index_by_token
-from mstpass.normalize.local_sums import local_sums
+from mstpass.normalize.indexing import index_by_token
+from mstpass.normalize.sums_over_tokens import local_sums
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.torch_fallback import needs_torch

@@ -9,7 +9,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.graph.joint import JointGraph
-from mstpass.normalize.scattered_constants import scattered_constants
+from mstpass.normalize.plain_values import scattered_constants
 from mstpass.options import Options
 from tests.checks import joint_graph
 

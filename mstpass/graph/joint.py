@@ -172,6 +172,10 @@ class JointGraph:
             name = self.replaced[name]
         return name if name in self.by_name else None
 
+    def new_names(self, before: JointGraph) -> frozenset[str]:
+        """The names of the nodes that a graph before a rewrite does not have."""
+        return frozenset(self.by_name.keys() - before.by_name.keys())
+
     def users(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node in the graph's order (``node.users`` has the order of creation)."""
         return self.sorted(node.users)

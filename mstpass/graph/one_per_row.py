@@ -42,11 +42,6 @@ _SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 _FEW = 8  # each costs three pointwise ops on the whole row
 
 
-def is_gather_of_one(node: fx.Node) -> bool:
-    """Whether the node gathers one floating-point element per row."""
-    return gathered_per_row(node) == 1
-
-
 def gathered_per_row(node: fx.Node) -> int:
     """How many floating-point elements the node gathers per row; 0 if it is no such gather."""
     if node.target is not aten.gather.default:
@@ -115,11 +110,6 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
     return varying[0]
 
 
-def is_scatter_of_one(node: fx.Node) -> bool:
-    """Whether the node writes one floating-point element per row, or adds it to what is there."""
-    return scattered_per_row(node) == 1
-
-
 def scattered_per_row(node: fx.Node) -> int:
     """How many floating-point elements the node writes, or adds, per row; 0 if not to each row."""
     if node.target not in _SCATTERS:
@@ -145,7 +135,7 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
     Where a scatter that does not add is given an index twice, the last element counts.
     """
     base, dim, index, source = node.args[:4]
-    if is_scatter_of_one(node):
+    if scattered_per_row(node) == 1:
         return scatter_one(builder, node, node.args)
     assert isinstance(index, fx.Node) and isinstance(dim, int), "a node and a number"
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)

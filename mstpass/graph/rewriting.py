@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.order import put_in_order
+from mstpass.graph.order import Circle, put_in_order
 from mstpass.graph.renew_values import Renewal
+from mstpass.graph.tokens import CannotTake
 
+T = TypeVar("T")
 Rewritten = tuple[JointGraph, frozenset[str]]  # and the names of the nodes that changed or are new
 
 
@@ -101,3 +103,25 @@ def rewritten(
             if (made := rewrite(rewriting, rewriting.joint.by_name[name])) is not None:
                 changed.add(made.name)
     return rewriting.finished(), frozenset(changed)
+
+
+def repeated(
+    joint: JointGraph,
+    next_match: Callable[[JointGraph, set[str]], tuple[Iterable[str], T] | None],
+    rewrite: Callable[[JointGraph, T], tuple[JointGraph, Iterable[str]]],
+) -> Rewritten:
+    """A graph in which match after match is rewritten, each in a copy; the graph itself for none.
+
+    Args:
+        next_match: gets the graph and the names that were tried; returns the names of the next
+            match and the match.
+        rewrite: the new graph and the names that count as changed. What it refuses stays as it is.
+    """
+    changed, tried = set[str](), set[str]()
+    while (found := next_match(joint, tried)) is not None:
+        names, match = found
+        tried.update(names)
+        with contextlib.suppress(CannotTake, UnknownSize, Circle):
+            joint, new = rewrite(joint, match)
+            changed.update(new)
+    return joint, frozenset(changed)

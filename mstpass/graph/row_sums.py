@@ -173,7 +173,7 @@ class _RowSums:
 
     def _of_exponentials(self, source: fx.Node) -> fx.Node | None:
         """``where(|m| = inf, exp(m), sum(exp(x - m)))``, for the exponentials of ``logsumexp``."""
-        x, pivot = exponents(source) or (None, None)
+        x, pivot = exponents(source)
         m, infinite = _maximum(pivot)
         if infinite is None or not self._is_maximum(m, x):
             return None
@@ -225,8 +225,9 @@ def _without_expand(node: object) -> fx.Node | None:
 
 def _operands(node: object, *targets: object) -> tuple[Any, ...]:
     """The arguments of a call of one of these ops without keyword arguments; else none."""
-    is_call = isinstance(node, fx.Node) and node.target in targets and not node.kwargs
-    return node.args if is_call else ()  # type: ignore[union-attr]
+    if not isinstance(node, fx.Node) or node.target not in targets or node.kwargs:
+        return ()
+    return node.args
 
 
 # ---- sums of exponentials, over any dims ---------------------------------------------------------
@@ -257,9 +258,9 @@ class ExponentialSum:
 def exponential_sum(total: fx.Node) -> ExponentialSum | None:
     """What the node sums up, if it is such a sum."""
     summed, *_ = _operands(total, aten.sum.dim_IntList, aten.sum.default) or (None,)
-    values, pivot = exponents(summed) or (None, None)
+    values, pivot = exponents(summed)
     maximum, infinite = _maximum(pivot)
-    if maximum is None or maximum.args[0] is not values:
+    if maximum is None or maximum.args[:1] != (values,):
         return None
     value, shape = values.meta["val"], pivot.meta["val"].shape
     dims = reduced_dims(total, value.dim())
@@ -270,14 +271,15 @@ def exponential_sum(total: fx.Node) -> ExponentialSum | None:
     return ExponentialSum(values, maximum, tuple(dims), infinite is not None)
 
 
-def exponents(exponentials: object) -> tuple[Any, Any] | None:
-    """x and m, if the node is ``exp(x - m)``."""
+def exponents(exponentials: object) -> tuple[Any, Any]:
+    """x and m, if the node is ``exp(x - m)``; None and None if it is not."""
     (shifted,) = _operands(exponentials, aten.exp.default) or (None,)
     values, pivot = _operands(shifted, aten.sub.Tensor) or (None, None)
-    return (values, pivot) if isinstance(values, fx.Node) and isinstance(pivot, fx.Node) else None
+    both = isinstance(values, fx.Node) and isinstance(pivot, fx.Node)
+    return (values, pivot) if both else (None, None)
 
 
-def _maximum(pivot: object) -> tuple[fx.Node | None, fx.Node | None]:
+def _maximum(pivot: Any) -> tuple[fx.Node | None, fx.Node | None]:
     """The maximum that exponents are relative to; and, if 0 stands for an infinite one, whether it
     is infinite."""
     pivot = _shown(pivot)

@@ -38,7 +38,7 @@ from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
-from mstpass.loops.body.product_by_columns import have_equals
+from mstpass.loops.body.products import have_equals
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
 from mstpass.regions.grow import Growth

@@ -13,17 +13,15 @@ Each is the same sum in another order. A convolution that widens no value, or th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.regions.anchors import WIDEN
@@ -41,19 +39,13 @@ def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Re
         The copy and the names of the nodes made; the graph itself if no convolution widens.
     """
     weights = {weight for weight in weights_of_one_element(joint) if weight.name not in kept}
-    if not weights:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    before = set(rewriting.graph.nodes)
-    for node in joint.nodes:
-        if node.target not in _WRITERS or _weight(node) not in weights:
-            continue
-        if _has_one_element(node):
-            with contextlib.suppress(UnknownSize):
-                _WRITERS[node.target](rewriting, rewriting.joint.by_name[node.name])
-    rewriting.graph.eliminate_dead_code()
-    made = [node.name for node in rewriting.graph.nodes if node not in before]
-    return rewriting.finished(), frozenset(made)
+    found = (
+        node
+        for node in joint.nodes
+        if node.target in _WRITERS and _weight(node) in weights and _has_one_element(node)
+    )
+    new, _ = rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
+    return new, new.new_names(joint)
 
 
 def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:

@@ -54,16 +54,17 @@ class Division:
     parts: Parts
 
 
-def next_divisions(joint: JointGraph, given_up: Container[str]) -> list[Division]:
-    """Products that are divided together and that were not tried yet; none if there are none."""
-    found = [each for each in _with_meeting_windows(joint) if each.product not in given_up]
-    if found:
-        return found
-    for anchor, spec in joint.cached(anchors):
-        parts = None if anchor.name in given_up else _heads(joint, anchor, spec)
+def next_divisions(
+    joint: JointGraph, tried: Container[str]
+) -> tuple[list[str], list[Division]] | None:
+    """Products that are divided together and that were not tried yet; None if there are none."""
+    found = [each for each in _with_meeting_windows(joint) if each.product not in tried]
+    for anchor, spec in () if found else joint.cached(anchors):
+        parts = None if anchor.name in tried else _heads(joint, anchor, spec)
         if parts is not None:
-            return [Division(anchor.name, parts)]
-    return []
+            found = [Division(anchor.name, parts)]
+            break
+    return ([each.product for each in found], found) if found else None
 
 
 # ---- windows that meet ---------------------------------------------------------------------------

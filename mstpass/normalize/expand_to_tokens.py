@@ -23,7 +23,7 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.graph.tokens import Refusal, Spec, broadcast_source
-from mstpass.normalize.downstream import downstream
+from mstpass.normalize.token_window import downstream
 
 aten = torch.ops.aten
 

@@ -15,7 +15,6 @@ from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
-from mstpass.normalize.downstream import downstream
 from mstpass.normalize.parts import (
     WRITERS,
     Parts,
@@ -23,7 +22,7 @@ from mstpass.normalize.parts import (
     picked,
     written_parts,
 )
-from mstpass.normalize.token_window import TAKERS
+from mstpass.normalize.token_window import TAKERS, downstream
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -40,27 +39,14 @@ COMBINED: Mapping[Any, Any] = {  # a reduction: the op that combines the results
 MEANS = (aten.mean.dim,)
 
 
-@dataclasses.dataclass(frozen=True)
 class PartsFlow:
-    """Where the parts of a concatenation or of a product are.
+    """Where the parts of a ``cat`` or ``stack`` node are, or those into which a product is divided.
 
     Attributes:
         parts: the parts of each value that is computed part by part.
         picks: the nodes that take one part, with its number.
         combined: reductions over the parts, and products that sum over them.
         narrow: values that are not wide, whatever their size: a weight's gradient.
-    """
-
-    parts: Mapping[fx.Node, Parts]
-    picks: Mapping[fx.Node, int]
-    combined: frozenset[fx.Node]
-    narrow: frozenset[fx.Node]
-
-
-def follow_parts(
-    joint: JointGraph, whole: fx.Node, wide_numel: float, parts: Parts | None = None
-) -> PartsFlow:
-    """Follow the parts of a ``cat`` or ``stack`` node, or those into which a product is divided.
 
     Args:
         parts: those of a product.
@@ -68,14 +54,7 @@ def follow_parts(
     Raises:
         CannotTake: nothing would be gained.
     """
-    follower = _Follower(joint, whole, wide_numel, parts)
-    follower.follow()
-    if parts is None:
-        follower.check_gain()
-    return follower.found()
 
-
-class _Follower:
     def __init__(
         self, joint: JointGraph, whole: fx.Node, wide_numel: float, parts: Parts | None = None
     ):
@@ -83,13 +62,17 @@ class _Follower:
         self.is_product = parts is not None
         self.parts = {whole: parts or _parts_of_cat(whole)}
         self.picks: dict[fx.Node, int] = {}
-        self.combined: frozenset[fx.Node] = frozenset()
+        self.combined: set[fx.Node] = set()
         self.narrow = _gradients_of_weight(joint, whole) if self.is_product else frozenset()
+        self._follow()
+        if not self.is_product:
+            self._check_gain()
+        self._keep_wide()
 
-    def _wide(self, node: fx.Node) -> bool:
+    def is_wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel and node not in self.narrow
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Note the parts of all values that have them, and what reads single parts or combines."""
         for node in self.joint.nodes[self.joint.index[self.cat] + 1 :]:
             if node.op != "call_function" or value_of(node) is None:
@@ -116,7 +99,7 @@ class _Follower:
         The gradient of a mean over a stack is such a value: one part, expanded.
         """
         sources = node.all_input_nodes
-        if node.target not in TAKERS or sources[0] in self.parts or not self._wide(sources[0]):
+        if node.target not in TAKERS or sources[0] in self.parts or not self.is_wide(sources[0]):
             return
         shape = shape_of(sources[0])
         for known, parts in list(self.parts.items()):
@@ -134,7 +117,7 @@ class _Follower:
         if ops.is_reshape(node):
             return parts_after_view(value_of(operand), value_of(node), parts)
         if ops.is_reduction(node) and parts.dim in reduced_dims(node, len(shape_of(operand))):
-            if not self.is_product or self._wide(operand) or not _is_low(operand):
+            if not self.is_product or self.is_wide(operand) or not _is_low(operand):
                 self._combine(node)
             return None
         result = ops.result_spec(node, operand, (parts.dim,))
@@ -153,9 +136,9 @@ class _Follower:
     def _combine(self, node: fx.Node) -> None:
         low = _is_low(node) and not self.is_product
         if node.target in COMBINED or (ops.is_matmul(node) and not low):
-            self.combined |= {node}
+            self.combined.add(node)
 
-    def check_gain(self) -> None:
+    def _check_gain(self) -> None:
         """Check that the parts come apart along their tokens, or are taken apart again.
 
         Raises:
@@ -170,20 +153,17 @@ class _Follower:
             raise CannotTake(self.cat, "its parts are not taken apart again")
 
     def _reads_wide(self, node: fx.Node) -> bool:
-        return any(n in self.parts and self._wide(n) for n in node.all_input_nodes)
+        return any(n in self.parts and self.is_wide(n) for n in node.all_input_nodes)
 
-    def found(self) -> PartsFlow:
-        """The values to compute part by part: the wide ones, and those that lead to these."""
-        wide = (node for node in self.parts if self._wide(node) or self._reads_wide(node))
+    def _keep_wide(self) -> None:
+        """Keep the values to compute part by part: the wide ones, and those that lead to these."""
+        wide = (node for node in self.parts if self.is_wide(node) or self._reads_wide(node))
         operands = lambda node: (n for n in node.all_input_nodes if n in self.parts)
         kept = set(walk_once(wide, operands))
         ends = {user for node in kept for user in node.users}
-        return PartsFlow(
-            {node: parts for node, parts in self.parts.items() if node in kept},
-            {node: number for node, number in self.picks.items() if node in ends},
-            self.combined & ends,
-            self.narrow,
-        )
+        self.parts = {node: parts for node, parts in self.parts.items() if node in kept}
+        self.picks = {node: number for node, number in self.picks.items() if node in ends}
+        self.combined &= ends
 
 
 def _is_low(node: fx.Node) -> bool:

@@ -28,40 +28,49 @@ Pseudo-code::
         group its lanes: those that are alike, as long as their windows do not overlap
         for each group: write each demand of its lanes, computed on all tokens
         let the readers of demands read windows of these
+
+A loss that is chunked by hand multiplies each chunk of the hidden states by the same weight::
+
+    for x, t in zip(hidden.chunk(4), labels.chunk(4)):  loss += cross_entropy(head(x), t)
+
+The hidden states are the source of the windows, and the products and losses are their lanes
+(lanes.py), which are computed on all tokens. These windows must have nearly all tokens,
+for what lies between them is computed for nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
-from mstpass.graph.joint import JointGraph
-from mstpass.graph.order import Circle
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import CannotTake
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.lanes import (
     Lane,
     Sink,
     Windows,
+    item_of,
     lane_of,
     next_windows,
     sink_of,
     static_windows,
 )
 from mstpass.normalize.partial import replace_alike
-from mstpass.normalize.product_windows import next_product_windows
+from mstpass.normalize.token_window import TAKERS, taken_dim
 from mstpass.normalize.window_group import WindowGroup
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 aten = torch.ops.aten
 LEAST_SHARE = 0.5
+_LEAST_SHARE_OF_PRODUCTS = 0.9
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -72,7 +81,7 @@ def join_windows(joint: JointGraph) -> Rewritten:
         The copy and the names of the nodes that were changed or made; the graph itself if there is
         no such window.
     """
-    return _with_joined(joint, next_windows)
+    return repeated(joint, next_windows, _joined)
 
 
 def join_products(joint: JointGraph) -> Rewritten:
@@ -81,20 +90,7 @@ def join_products(joint: JointGraph) -> Rewritten:
     Returns:
         As ``join_windows``.
     """
-    return _with_joined(joint, next_product_windows)
-
-
-def _with_joined(
-    joint: JointGraph, next_of: Callable[[JointGraph, set[str]], Windows | None]
-) -> Rewritten:
-    changed: set[str] = set()
-    given_up: set[str] = set()
-    while (windows := next_of(joint, given_up)) is not None:
-        given_up.add(windows.source.name)
-        with contextlib.suppress(CannotTake, UnknownSize, Circle):
-            joint, names = _joined(joint, windows)
-            changed |= names
-    return joint, frozenset(changed)
+    return repeated(joint, next_product_windows, _joined)
 
 
 def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
@@ -115,8 +111,7 @@ def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
     writer = _Writer(rewriting, windows, groups)
     writer.write()
     new = rewriting.finished(reorder=True)
-    known = set(joint.by_name)
-    return new, {n.name for n in new.nodes if n.name not in known} | writer.changed
+    return new, {*new.new_names(joint), *writer.changed}
 
 
 def _groups(lanes: list[Lane]) -> list[list[Lane]]:
@@ -244,3 +239,59 @@ class _Writer:
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         self.changed.update(user.name for user in old.users)
         replace_alike(self.rewriting, old, new)
+
+
+def next_product_windows(
+    joint: JointGraph, tried: Container[str]
+) -> tuple[list[str], Windows] | None:
+    """The windows of a value that was not tried yet, several of which are multiplied."""
+    found: defaultdict[tuple[fx.Node, Spec, int], dict[fx.Node, tuple[int, int]]]
+    found = defaultdict(dict)  # source, its token dims, the sliced one of these: items
+    product_of: dict[fx.Node, fx.Node] = {}  # of an item the one with the narrowest result
+    for anchor, spec in reversed(joint.cached(anchors)):
+        item = _item(anchor, spec)
+        if item is None or item[0].all_input_nodes[0].name in tried:
+            continue
+        node, of_source = item
+        source = node.all_input_nodes[0]
+        window = item_of(node, source, of_source)
+        if window is not None:
+            axis, start, stop = window
+            found[source, of_source, axis][node] = start, stop
+            product_of.setdefault(node, anchor)
+    for (source, spec, axis), items in found.items():
+        size = shape_of(source)[spec[axis]]
+        lengths = {node: stop - start for node, (start, stop) in items.items()}
+        if len(items) < 2 or not _LEAST_SHARE_OF_PRODUCTS * size <= sum(lengths.values()) <= size:
+            continue
+        narrowest = min(numel(product_of[n]) * size / length for n, length in lengths.items())
+        every = tuple((node, *bounds) for node, bounds in items.items())
+        wide_numel = WIDE_OF_ANCHOR * narrowest
+        return [source.name], Windows(source, spec, axis, wide_numel, every, of_products=True)
+    return None
+
+
+def _item(product: fx.Node, spec: Spec) -> tuple[fx.Node, Spec] | None:
+    """The slice or selection that a product multiplies by a weight, and its source's token dims.
+
+    It may be viewed, copied or cast in between.
+    """
+    needs = ops.operand_specs(product, spec)
+    if isinstance(needs, Refusal):
+        return None
+    tokens = [n for n in ops.matmul_factors(product) if needs[n] != WHOLE]
+    if len(tokens) != 1:
+        return None
+    node, spec = tokens[0], needs[tokens[0]]
+    while node.target not in TAKERS:
+        if not (ops.is_cheap_view(node) or ops.is_copy(node)) or not node.all_input_nodes:
+            return None
+        needs = ops.operand_specs(node, spec)
+        node = node.all_input_nodes[0]
+        if isinstance(needs, Refusal):
+            return None
+        spec = needs[node]
+    dim = taken_dim(node)
+    if node.target is aten.select.int:
+        spec = tuple(d + (d >= dim) for d in spec)
+    return node, tuple(sorted({dim, *spec}))

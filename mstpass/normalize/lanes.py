@@ -54,7 +54,7 @@ class Windows:
         wide_numel: how many elements of the whole value are wide.
         items: each with the bounds of its tokens along the axis.
         of_products: the source is narrow; products make wide values of its items
-            (product_windows.py).
+            (join_windows.py).
     """
 
     source: fx.Node
@@ -104,7 +104,7 @@ class Lane:
         return self.wide(node) or any(map(self.wide, node.all_input_nodes))
 
 
-def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
+def next_windows(joint: JointGraph, tried: set[str]) -> tuple[list[str], Windows] | None:
     """The windows of a wide value that was not tried yet."""
     for anchor, spec in joint.cached(anchors):
         found: dict[tuple[fx.Node, Spec, int], list[tuple[fx.Node, int, int]]] = {}
@@ -115,8 +115,9 @@ def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
                 place = reading.source, reading.spec, axis
                 found.setdefault(place, []).append((reading.node, start, stop))
         for (source, held, axis), items in found.items():
-            if source.name not in given_up:
-                return Windows(source, held, axis, WIDE_OF_ANCHOR * numel(anchor), tuple(items))
+            if source.name not in tried:
+                wide_numel = WIDE_OF_ANCHOR * numel(anchor)
+                return [source.name], Windows(source, held, axis, wide_numel, tuple(items))
     return None
 
 

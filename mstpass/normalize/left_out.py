@@ -1,6 +1,6 @@
 """Rewrites that are not applied, because the products that they would make end in no loop.
 
-Two rewrites make products: of chunks that a user has made (product_windows.py), and of convolutions
+Two rewrites make products: of chunks that a user has made (join_windows.py), and of convolutions
 (convolutions_as_products.py). The chunks may need less memory, and the convolution less time, than
 a product of all tokens in one piece.
 """

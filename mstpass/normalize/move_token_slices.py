@@ -27,9 +27,8 @@ from collections.abc import Container, Mapping
 from torch import fx
 
 from mstpass.graph import linearity, ops
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, descendants, numel, value_of
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import generic, generic_shape
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
 from mstpass.normalize.partial import Chosen, Partial, replace_alike
@@ -57,15 +56,7 @@ def move_slices(joint: JointGraph) -> Rewritten:
         The copy and the names of the matmuls in it that became smaller; the graph itself if no
         slice was moved.
     """
-    moved: set[str] = set()
-    given_up: set[str] = set()
-    while (sliced := _first_sliced_matmul(joint, given_up)) is not None:
-        try:
-            joint, name = _SliceMover(joint, sliced).move()
-            moved.add(name)
-        except (CannotTake, UnknownSize):
-            given_up.add(sliced.matmul.name)
-    return joint, frozenset(moved)
+    return repeated(joint, _next_sliced_matmul, lambda *match: _SliceMover(*match).move())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +74,17 @@ class _SlicedMatmul:
     slices: list[fx.Node]
 
 
-def _first_sliced_matmul(joint: JointGraph, excluded: Container[str]) -> _SlicedMatmul | None:
-    """The largest such matmul whose name is not excluded; None if there is none."""
+def _next_sliced_matmul(
+    joint: JointGraph, tried: Container[str]
+) -> tuple[list[str], _SlicedMatmul] | None:
+    """The largest such matmul that was not tried; None if there is none."""
     for anchor, spec in joint.cached(anchors):
-        slices = [] if anchor.name in excluded else choices(joint, anchor, spec)
+        slices = [] if anchor.name in tried else choices(joint, anchor, spec)
         windows = {choice_of(node, source_spec) for node, source_spec in slices}
         window = windows.pop() if len(windows) == 1 else None
         if window is not None:
-            return _SlicedMatmul(anchor, spec, window, [node for node, _ in slices])
+            nodes = [node for node, _ in slices]
+            return [anchor.name], _SlicedMatmul(anchor, spec, window, nodes)
     return None
 
 
@@ -120,7 +114,7 @@ class _SliceMover(Partial):
             self.joint, self.choice, self.wide_numel
         )
 
-    def move(self) -> tuple[JointGraph, str]:
+    def move(self) -> tuple[JointGraph, list[str]]:
         """The new graph, and the name of the smaller matmul in it.
 
         Raises:
@@ -142,7 +136,7 @@ class _SliceMover(Partial):
         new = self.rewriting.finished()
         if moved is None or any(n is self.matmul for n in new.nodes):
             raise CannotTake(self.matmul, "the tokens that a slice drops are used as well")
-        return new, moved.name
+        return new, [moved.name]
 
     def _source_spec(self, node: fx.Node) -> Spec:
         """The token dims of the value that a slice reads, which have the sizes of the grid."""

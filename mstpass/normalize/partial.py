@@ -98,9 +98,8 @@ class Partial:
             UnknownSize: a symbolic size cannot be written.
         """
         for one, held in needed_first((node, spec), self._needed, self.known):
-            built = self._new(one, held)
-            built.meta = {**replacement_meta(one), **built.meta}
-            self.known[one, held] = built
+            self.known[one, held] = built = self._new(one, held)
+            _pass_on_meta(self.rewriting, one, built)
         return self.known[node, spec]
 
     def _needed(self, key: tuple[fx.Node, Spec]) -> list[tuple[fx.Node, Spec]]:
@@ -185,5 +184,11 @@ def replace_alike(rewriting: Rewriting, old: fx.Node, new: fx.Node) -> None:
     value, other = old.meta["val"], new.meta["val"]
     if not same_shape(value.shape, other.shape) or value.dtype != other.dtype:
         raise CannotTake(old, f"rewritten, it has shape {tuple(other.shape)} and {other.dtype}")
-    new.meta = {**replacement_meta(old), **new.meta}
+    _pass_on_meta(rewriting, old, new)
     rewriting.replace(old, new)
+
+
+def _pass_on_meta(rewriting: Rewriting, old: fx.Node, new: fx.Node) -> None:
+    """Let a node stand for another one; one that was there before stays what it is."""
+    if new.name not in rewriting.joint.by_name:
+        new.meta = {**replacement_meta(old), **new.meta}

@@ -27,7 +27,7 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.row_sums import sum_of_row
 from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.normalize.downstream import downstream
+from mstpass.normalize.token_window import downstream
 
 aten = torch.ops.aten
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -206,11 +206,7 @@ class _Terms:
         hits = linearity.is_zero(miss)
         if not hits and not linearity.is_zero(hit):
             raise _NoTerms
-        value = node.meta["val"]
-        zero, one = (
-            self.call(aten.full.default, [], n, dtype=value.dtype, device=value.device)
-            for n in (0, 1)
-        )
+        zero, one = (self.builder.filled([], n, node.meta["val"]) for n in (0, 1))
         found = []
         for factor, row in self.of(hit if hits else miss):
             if condition.meta["val"].shape[-1] == 1 and factor is not None:

@@ -22,15 +22,16 @@ Pseudo-code::
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
+from collections.abc import Container
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.tokens import WHOLE, CannotTake, Spec
 from mstpass.normalize.partial import Chosen, Partial, replace_alike
 from mstpass.normalize.token_window import choice_of, choices, slice_bounds, taken_dim
@@ -46,27 +47,29 @@ def sink_slices(joint: JointGraph) -> Rewritten:
         The copy and the names of the narrow values that are computed for all tokens in it; the
         graph itself if no slice was moved.
     """
-    sunk: set[str] = set()
-    given_up: set[str] = set()
-    while (found := _next_slice(joint, given_up)) is not None:
-        sliced, spec, wide_numel = found
-        given_up.add(sliced.name)
-        with contextlib.suppress(CannotTake, UnknownSize):
-            new, names = _SliceSinker(joint, sliced.name, spec).sink(wide_numel)
-            sunk |= names
-            given_up |= new.by_name.keys() - joint.by_name.keys()  # they would move on for ever
-            joint = new
-    return joint, frozenset(sunk)
+    found = functools.partial(_next_slice, joint.by_name)
+    return repeated(joint, found, lambda *match: _SliceSinker(*match).sink())
 
 
-def _next_slice(joint: JointGraph, given_up: set[str]) -> tuple[fx.Node, Spec, float] | None:
-    """A slice that was not tried yet, the spec of what it slices, and what is wide there."""
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """A slice, the spec of what it slices, and from how many elements on a value is wide there."""
+
+    node: fx.Node
+    spec: Spec
+    wide_numel: float
+
+
+def _next_slice(
+    given: Container[str], joint: JointGraph, tried: Container[str]
+) -> tuple[list[str], _Slice] | None:
+    """A slice of the given graph that was not tried: others would move on for ever."""
     for anchor, spec in joint.cached(anchors):
-        for sliced, source_spec in choices(joint, anchor, spec):
-            if sliced.target is not aten.slice.Tensor or sliced.name in given_up:
-                continue
-            if choice_of(sliced, source_spec) is not None:
-                return sliced, source_spec, WIDE_OF_ANCHOR * numel(anchor)
+        for node, source_spec in choices(joint, anchor, spec):
+            if node.target is aten.slice.Tensor and node.name in given and node.name not in tried:
+                if choice_of(node, source_spec) is not None:
+                    wide_numel = WIDE_OF_ANCHOR * numel(anchor)
+                    return [node.name], _Slice(node, source_spec, wide_numel)
     return None
 
 
@@ -77,9 +80,10 @@ class _SliceSinker(Partial):
         cone: the values made from the slice, with their token dims.
     """
 
-    def __init__(self, joint: JointGraph, name: str, spec: Spec):
-        rewriting = Rewriting(joint)
-        self.sliced = rewriting.joint.by_name[name]
+    def __init__(self, joint: JointGraph, match: _Slice):
+        rewriting, spec = Rewriting(joint), match.spec
+        self.sliced = rewriting.joint.by_name[match.node.name]
+        self.wide_numel = match.wide_numel
         self.source = self.sliced.all_input_nodes[0]
         super().__init__(rewriting, [self.source.meta["val"].shape[dim] for dim in spec])
         grid = [self.sliced.meta["val"].shape[dim] for dim in spec]
@@ -87,14 +91,14 @@ class _SliceSinker(Partial):
         self.chosen = Chosen(grid, axis, slice_bounds(self.sliced)[:2])
         self.cone: dict[fx.Node, Spec] = {self.sliced: spec}
 
-    def sink(self, wide_numel: float) -> tuple[JointGraph, set[str]]:
+    def sink(self) -> tuple[JointGraph, set[str]]:
         """The new graph, and the names of the ends in it.
 
         Raises:
             CannotTake: a value made from the slice cannot be computed for all tokens.
             UnknownSize: a symbolic size cannot be written.
         """
-        ends = self._ends(wide_numel)
+        ends = self._ends()
         windows = []
         for end in ends:
             spec = self.cone[end]
@@ -107,7 +111,7 @@ class _SliceSinker(Partial):
         names = {self.known[end, self.cone[end]].name for end in ends}
         return self.rewriting.finished(), names
 
-    def _ends(self, wide_numel: float) -> list[fx.Node]:
+    def _ends(self) -> list[fx.Node]:
         """The narrow values that are made from wide ones; fills the cone.
 
         The cone holds narrow values as well, which wide ones may read: the sum in a softmax.
@@ -125,7 +129,7 @@ class _SliceSinker(Partial):
                     raise CannotTake(node, "needs a wide value of the slice in another way")
                 continue
             self.cone[node] = spec
-            if value_of(node) is None or numel(node) >= wide_numel:
+            if value_of(node) is None or numel(node) >= self.wide_numel:
                 wide.add(node)
             elif reads_wide:
                 ends.append(node)

@@ -1,4 +1,4 @@
-"""Which tokens a slice, a selection or an index takes, and from which wide values of a graph."""
+"""Which wide values hold tokens, and which of these a slice, a selection or an index takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic, generic_shape
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec
-from mstpass.regions.anchors import WIDE_OF_ANCHOR
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 aten = torch.ops.aten
 TAKERS = (aten.select.int, aten.slice.Tensor)
@@ -84,6 +84,26 @@ def choices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Nod
         or (row_index(reading.node) is not None and reading.source is reading.node.args[0])
         if taken_dim(reading.node) in reading.spec
     ]
+
+
+def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
+    """Of the anchors and the values that depend on them: the token dims, and the anchor.
+
+    A node gets both from its first operand that has them. Values whose token dims the op table
+    cannot follow are left out.
+    """
+    found = {anchor: (spec, anchor) for anchor, spec in joint.cached(anchors)}
+    for node in joint.nodes:
+        if node.op != "call_function" or node in found:
+            continue
+        source = next((operand for operand in node.all_input_nodes if operand in found), None)
+        if source is None:
+            continue
+        spec, anchor = found[source]
+        result = ops.result_spec(node, source, spec)
+        if isinstance(result, tuple) and result != WHOLE:
+            found[node] = result, anchor
+    return found
 
 
 # ---- one slice, selection or index, or what writes it into zeros ---------------------------------

@@ -35,7 +35,6 @@ rounded, as those of separate heads are, and added up in float32.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -45,24 +44,24 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.downstream import downstream
 from mstpass.normalize.follow_parts import (
     COMBINED,
     LOW_PRECISION,
     MEANS,
-    follow_parts,
+    PartsFlow,
 )
+from mstpass.normalize.partial import replace_alike
 from mstpass.normalize.parts import Parts, parts_after_view, written_parts
+from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
@@ -78,20 +77,9 @@ def unstack(joint: JointGraph) -> Rewritten:
         The copy and the names of the nodes that were changed or made; the graph itself if there is
         no such value.
     """
-    changed: set[str] = set()
-    given_up: set[str] = set()
-    while (found := _next_cat(joint, given_up)) is not None:
-        name, wide_numel = found
-        given_up.add(name)
-        with contextlib.suppress(CannotTake, UnknownSize):
-            joint, names = _Unstacker(joint, name, wide_numel).unstack()
-            changed |= names
-    while divisions := next_divisions(joint, given_up):
-        given_up.update(division.product for division in divisions)
-        with contextlib.suppress(CannotTake, UnknownSize):
-            joint, names = _divided(joint, divisions)
-            changed |= names
-    return joint, frozenset(changed)
+    joint, of_cats = repeated(joint, _next_cat, lambda *cat: _Unstacker(*cat).unstack())
+    joint, of_products = repeated(joint, next_divisions, _divided)
+    return joint, of_cats | of_products
 
 
 def _divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
@@ -104,23 +92,22 @@ def _divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGra
     for division in divisions:
         product = joint.by_name[division.product]
         wide_numel = WIDE_OF_ANCHOR * numel(product) / len(division.parts.sizes)
-        unstacker = _Unstacker(joint, division.product, wide_numel, division.parts)
-        joint, names = unstacker.unstack()
+        joint, names = _Unstacker(joint, (product, wide_numel), division.parts).unstack()
         changed |= names
     return joint, changed
 
 
-def _next_cat(joint: JointGraph, given_up: set[str]) -> tuple[str, float] | None:
+def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.Node, float]] | None:
     """A concatenation of wide values that was not tried yet, and what is wide there."""
     known = joint.cached(downstream)
     for node in joint.nodes:
-        if node.target not in _CATS or node in joint.backward or node.name in given_up:
+        if node.target not in _CATS or node in joint.backward or node.name in tried:
             continue
         pieces: Any = node.args[0]
         anchors = [known[piece][1] for piece in pieces if piece in known]
         wide_numel = WIDE_OF_ANCHOR * min(map(numel, anchors), default=math.inf)
         if len(pieces) > 1 and all(numel(piece) >= wide_numel for piece in pieces):
-            return node.name, wide_numel
+            return [node.name], (node, wide_numel)
     return None
 
 
@@ -128,18 +115,18 @@ class _Unstacker:
     """Computes what is made from one concatenation part by part, in a copy of the graph.
 
     Args:
+        whole: the concatenation, and from how many elements on a value is wide.
         parts: those of a product that is divided, in the place of a concatenation.
     """
 
-    def __init__(self, joint: JointGraph, name: str, wide_numel: float, parts: Parts | None = None):
-        self.rewriting, self.wide_numel = Rewriting(joint), wide_numel
+    def __init__(self, joint: JointGraph, whole: tuple[fx.Node, float], parts: Parts | None = None):
+        self.rewriting, (cat, wide_numel) = Rewriting(joint), whole
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes
-        self.cat = self.joint.by_name[name]
+        self.cat = self.joint.by_name[cat.name]
         self.divides = parts is not None
-        flow = follow_parts(self.joint, self.cat, wide_numel, parts)
-        self.parts, self.picks, self.combined = flow.parts, flow.picks, flow.combined
-        self.narrow = flow.narrow
+        self.flow = PartsFlow(self.joint, self.cat, wide_numel, parts)
+        self.parts, self._wide = self.flow.parts, self.flow.is_wide
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
         self.put_together: dict[fx.Node, fx.Node] = {}
         self.changed: set[str] = set()
@@ -152,22 +139,17 @@ class _Unstacker:
             UnknownSize: a symbolic size cannot be written.
         """
         graph = self.joint.module.graph
-        before = set(graph.nodes)
         for node in self.joint.nodes:
             with graph.inserting_before(node):
-                if node in self.picks:
+                if node in self.flow.picks:
                     self._replace(node, self._pick(node))
-                elif node in self.combined:
+                elif node in self.flow.combined:
                     self._replace(node, self._combination(node))
                 elif node not in self.parts:
                     for operand in [n for n in node.all_input_nodes if n in self.parts]:
                         self.rewriting.replace(operand, self._whole(operand), [node])
         new = self.rewriting.finished()
-        made = {node.name for node in new.nodes if node not in before}
-        return new, made | (self.changed & new.by_name.keys())
-
-    def _wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel and node not in self.narrow
+        return new, {*new.new_names(self.joint), *(self.changed & new.by_name.keys())}
 
     # ---- computing parts -------------------------------------------------------------------------
     def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
@@ -251,11 +233,8 @@ class _Unstacker:
         return self._zeros(node, parts, number) if part is None else part
 
     def _zeros(self, node: fx.Node, parts: Parts, number: int) -> fx.Node:
-        shape, value = self._shape(node, parts, number), node.meta["val"]
-        sizes = self.sizes.arguments(shape)
-        return self.builder.call(
-            aten.full.default, sizes, 0, dtype=value.dtype, device=value.device
-        )
+        sizes = self.sizes.arguments(self._shape(node, parts, number))
+        return self.builder.filled(sizes, 0, node.meta["val"])
 
     def _shape(self, node: fx.Node, parts: Parts, number: int) -> list[Size]:
         shape: list[Any] = list(node.meta["val"].shape)
@@ -291,7 +270,7 @@ class _Unstacker:
     def _pick(self, node: fx.Node) -> fx.Node:
         """The value of a node that takes one part: the part, with the shape that the node has."""
         (source,) = (n for n in node.all_input_nodes if n in self.parts)
-        part = self._operand(source, self.parts[source], self.picks[node])
+        part = self._operand(source, self.parts[source], self.flow.picks[node])
         return self.sizes.reshaped(part, list(node.meta["val"].shape))
 
     def _combination(self, node: fx.Node) -> fx.Node:
@@ -324,7 +303,7 @@ class _Unstacker:
         A loop over tokens adds gradients of weights up in float32 by itself.
         """
         low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
-        return self.divides and low and source not in self.narrow and node not in self.narrow
+        return self.divides and low and self.flow.narrow.isdisjoint((source, node))
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""
@@ -350,11 +329,8 @@ class _Unstacker:
         return self.builder.call(aten.div.Tensor, total, count)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        old = node.meta["val"]
-        if not same_shape(new.meta["val"].shape, old.shape) or new.meta["val"].dtype != old.dtype:
-            raise CannotTake(node, f"its parts have shape {tuple(new.meta['val'].shape)}")
         self.changed.update(user.name for user in node.users)
-        self.rewriting.replace(node, new)
+        replace_alike(self.rewriting, node, new)
 
 
 def _pieces(cat: fx.Node) -> dict[int, fx.Node]:

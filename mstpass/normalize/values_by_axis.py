@@ -27,7 +27,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
-from mstpass.normalize.downstream import downstream
+from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten

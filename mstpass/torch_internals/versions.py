@@ -11,7 +11,7 @@ Files outside of this package name no version. What differs between versions for
             profile of one cycle warns (measure.py); nodes that wait for others run under Inductor
             alone (fuzz/compiled.py); offsets of ``as_strided`` count from a subgraph's input
             (loops/lowering.py)
-up to 2.12  Inductor scatters constants in the default dtype (normalize/scattered_constants.py) and
+up to 2.12  Inductor scatters constants in the default dtype (normalize/plain_values.py) and
             holds kernels on the CPU to the limits of a GPU (memory/kernels.py, simulate_graph.py)
 up to 2.13  a scatter may write over expanded zeros (schedule/delay_embedding_gradient.py);
             transformers builds masks under Dynamo (integrations/transformers_masks.py)

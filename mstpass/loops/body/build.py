@@ -20,8 +20,8 @@ A sum of exponentials may be relative to the chunk's own maximum (graph/row_sums
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(graph/row_sums.py), and products (product_by_columns.py). Rewrites of the finished body follow:
-common_subexpressions.py, scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
+(graph/row_sums.py), and products (products.py). Rewrites of the finished body follow:
+pointwise_values.py and gradient_in_place.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
 wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
@@ -49,9 +49,9 @@ from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import START, SUM, fitted_length, initial
 from mstpass.graph.one_per_row import (
     gather_one,
-    is_gather_of_one,
-    is_scatter_of_one,
+    gathered_per_row,
     scatter_one,
+    scattered_per_row,
 )
 from mstpass.graph.renew_values import CannotRenew, renew_value
 from mstpass.graph.row_sums import (
@@ -63,15 +63,13 @@ from mstpass.graph.row_sums import (
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
-from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
-from mstpass.loops.body.gradient_in_place import write_gradients_in_place
-from mstpass.loops.body.join_products import join_products
-from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
-from mstpass.loops.body.rematerialize_pointwise import (
+from mstpass.loops.body.gradient_in_place import scatter_last, write_gradients_in_place
+from mstpass.loops.body.pointwise_values import (
+    eliminate_common_subexpressions,
     materialize_row_values,
     rematerialize_at_readers,
 )
-from mstpass.loops.body.scatter_last import scatter_last
+from mstpass.loops.body.products import join_products, product_by_columns, products_by_columns
 from mstpass.loops.region_facts import LOW_PRECISION
 from mstpass.plans import FLOAT32, LoopPlan
 
@@ -253,9 +251,9 @@ class _Body:
             built = self._constant(*args, **kwargs) if target is aten.full.default else None
         elif node in self.by_columns:
             built = product_by_columns(self.builder, *args)
-        elif is_gather_of_one(node):
+        elif gathered_per_row(node) == 1:
             built = gather_one(self.builder, *args[:3])
-        elif is_scatter_of_one(node):
+        elif scattered_per_row(node) == 1:
             built = scatter_one(self.builder, node, args)
         else:
             built = rewritten_row_sum(self.builder, target, args, kwargs)

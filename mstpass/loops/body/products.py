@@ -1,4 +1,6 @@
-"""Sum products over the features of a section in one product.
+"""Products in a loop's body: several in one, and one column by column.
+
+``join_products``: products over the features of a section are summed in one product.
 
 The gradient of a gated MLP's tokens is a sum of two products, which a loop over sections adds to
 one total, ``[N, d]`` in float32. Each of them reads and writes all of it. One product of both
@@ -8,11 +10,23 @@ sections side by side does so once::
     dx += [d_gate | d_up] @ [W_gate ; W_up]        [N, 2 section] @ [2 section, d]
 
 The weights' sections are copied, which is little beside the total.
+
+``product_by_columns``: of which a loop reduces columns alone.
+
+The first round of a contrastive loss finds the maximum and the sum of each column of its logits.
+The rows of a chunk's logits lie V elements apart, so a reduction over rows reads one cache line of
+each, all of which fall into the same few sets of a CPU's caches. The product of the transposed
+factors has the tokens of a column one after the other::
+
+    logits = left @ right = (right^T @ left^T)^T        [c, V]
+
+They differ in their last bits. The gradient of a maximum goes to the logits that equal it, so where
+logits have one, all loops compute them in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +36,14 @@ from mstpass.graph import ops
 from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.buffer_ops import is_product, parts_in_place
 from mstpass.graph.builder import Builder
-from mstpass.graph.joint import ancestors
+from mstpass.graph.joint import ancestors, numel
 from mstpass.graph.products import joined, product_of
+from mstpass.graph.tokens import Spec
 from mstpass.plans import LoopPlan
+from mstpass.walk import walk_once
 
 aten = torch.ops.aten
+_EXTREMA = (aten.amax.default, aten.amin.default)
 
 
 def join_products(builder: Builder, loop: LoopPlan) -> None:
@@ -89,3 +106,41 @@ def _side_by_side(builder: Builder, factors: Sequence[fx.Node]) -> fx.Node:
             late.add(node)
             at = node
     return result
+
+
+def products_by_columns(members: Mapping[fx.Node, Spec | None]) -> set[fx.Node]:
+    """The products of a loop over tokens that are computed so; all or none.
+
+    Args:
+        members: the nodes that the loop computes; None marks a value that is reduced over tokens.
+    """
+    products = {node for node in members if ops.is_matmul(node)}
+    usual = all(node.target is aten.mm.default and members[node] == (0,) for node in products)
+    if not usual or have_equals(products):
+        return set()
+    wide = min(map(numel, products), default=0) // 2
+    reduced = [n for n in members if ops.is_reduction(n) and _reads(n, wide)]
+    over_tokens = [node for node in reduced if members[node] is None]
+    return products if over_tokens and over_tokens == reduced else set()
+
+
+def have_equals(products: Iterable[fx.Node]) -> bool:
+    """Whether values of products are compared with a maximum of theirs, to find those equal to it.
+
+    Products of other shapes, or of transposed factors, may differ from it in their last bits.
+    """
+    follows = lambda user: ops.is_view(user) or ops.is_pointwise(user)
+    wide = walk_once(products, lambda node: filter(follows, node.users))
+    maxima = (user for node in wide for user in node.users if user.target in _EXTREMA)
+    shown = walk_once(maxima, lambda node: filter(ops.is_view, node.users))
+    return any(user.target is aten.eq.Tensor for node in shown for user in node.users)
+
+
+def _reads(reduction: fx.Node, wide: int) -> bool:
+    return any(numel(operand) >= wide for operand in reduction.all_input_nodes)
+
+
+def product_by_columns(builder: Builder, left: fx.Node, right: fx.Node) -> fx.Node:
+    """``left @ right``, a view of the product of the transposed factors."""
+    factors = (builder.call(aten.permute.default, factor, [1, 0]) for factor in (right, left))
+    return builder.call(aten.permute.default, builder.call(aten.mm.default, *factors), [1, 0])

@@ -1,4 +1,6 @@
-"""Divide the product that projects queries, keys and values at once, because heads run across it.
+"""The forms of projections and of attention that loops over heads need.
+
+``products_by_section``: the product that projects queries, keys and values at once is divided.
 
 A *section* is a range of the columns of a product, which one reader takes. With two of them::
 
@@ -11,6 +13,19 @@ A *section* is a range of the columns of a product, which one reader takes. With
 
 A group of heads has columns in every section, so no slice of the undivided product belongs to it.
 Only products of which attention reads sections are divided, and only with their gradients.
+
+``bias_after_product``: that of attention's output is added later, as heads can add up sums.
+
+    addmm(bias, x, weight)  =  mm(x, weight) + bias
+
+Each group of heads has its share of the product; the bias is added once. Only products of values
+that attention returns are rewritten, seen through views and copies.
+
+``unused_random_state``: attention's backward gets zeros for a state that it does not read.
+
+Some attention ops return, besides their result, the state of the generator from which their forward
+drew its dropout; the backward draws the same numbers from it. Without dropout nobody reads it. It
+has no heads, so a loop over heads could neither slice nor stack it.
 """
 
 from __future__ import annotations
@@ -18,20 +33,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import is_attention
+from mstpass.graph.attention import held_by_item, is_attention, is_attention_item
 from mstpass.graph.builder import Builder
-from mstpass.graph.joint import JointGraph
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.sizes import is_static
+from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.walk import walk, walk_once
 
 aten = torch.ops.aten
@@ -127,7 +142,7 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
             continue
         readers = list(_readers(left))
         if left.args[1] in (-1, left.meta["val"].dim() - 1) and all(
-            _division(reader, source) for source, reader in readers
+            _can_divide(reader, source) for source, reader in readers
         ):
             return left
     return None
@@ -144,44 +159,32 @@ def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         yield from ((shown, user) for user in shown.users if not shows(user))
 
 
-_Divide = Callable[[Builder, fx.Node, "list[fx.Node]", "tuple[tuple[int, int], ...]"], fx.Node]
+def _can_divide(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether it is known how a reader of the gradient becomes several."""
+    if reader.target is aten.mm.default:
+        return reader.args[0] is source
+    is_sum = reader.target is aten.sum.dim_IntList and source.target is not aten.permute.default
+    return is_sum and list(reader.args[1]) == [0]  # type: ignore[arg-type]
 
 
-def _division(reader: fx.Node, source: fx.Node) -> _Divide | None:
-    """How a reader of the gradient becomes several; None if that is not known."""
-    transposed = source.target is aten.permute.default
-    if reader.target is aten.mm.default and reader.args[0] is source:
-        return _weight_gradient if transposed else _input_gradient
-    if reader.target is aten.sum.dim_IntList and not transposed and list(reader.args[1]) == [0]:  # type: ignore[arg-type]
-        return _bias_gradient
-    return None
-
-
-def _input_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
+def _divided(
+    builder: Builder, reader: fx.Node, parts: list[fx.Node], match: _Sections, transposed: bool
 ) -> fx.Node:
-    terms = []
-    for part, (start, end) in zip(parts, bounds, strict=True):
-        rows = builder.call(aten.slice.Tensor, node.args[1], 0, start, end)
-        terms.append(builder.call(aten.mm.default, part, rows))
-    return functools.reduce(lambda a, b: builder.call(aten.add.Tensor, a, b), terms)
-
-
-def _weight_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
-) -> fx.Node:
-    rows = []
-    for part in parts:
-        transposed = builder.call(aten.permute.default, part, [1, 0])
-        rows.append(builder.call(aten.mm.default, transposed, node.args[1]))
-    return builder.call(aten.cat.default, rows, 0)
-
-
-def _bias_gradient(
-    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
-) -> fx.Node:
-    sums = [builder.call(node.target, part, *node.args[1:], **node.kwargs) for part in parts]
-    return builder.call(aten.cat.default, sums, -1)
+    """What a reader becomes: the gradient of the bias, of the weight, or of the tokens."""
+    call, other = builder.call, reader.args[1]
+    if reader.target is not aten.mm.default:
+        sums = [call(reader.target, part, *reader.args[1:], **reader.kwargs) for part in parts]
+        return call(aten.cat.default, sums, -1)
+    if transposed:
+        products = [
+            call(aten.mm.default, call(aten.permute.default, part, [1, 0]), other) for part in parts
+        ]
+        return call(aten.cat.default, products, 0)
+    products = [
+        call(aten.mm.default, part, call(aten.slice.Tensor, other, 0, *bounds))
+        for part, bounds in zip(parts, match.bounds, strict=True)
+    ]
+    return functools.reduce(functools.partial(call, aten.add.Tensor), products)
 
 
 # ---- the rewrite ---------------------------------------------------------------------------------
@@ -189,33 +192,25 @@ class _Division:
     """Divides one product and the readers of its gradient."""
 
     def __init__(self, rewriting: Rewriting, match: _Sections):
-        self.rewriting, self.builder, self.bounds = rewriting, rewriting.builder, match.bounds
+        self.rewriting, self.builder, self.match = rewriting, rewriting.builder, match
         nodes = (match.product, match.split, match.gradient)
         self.product, self.split, self.gradient = map(rewriting.joint.by_name.__getitem__, nodes)
 
     def divide(self) -> list[fx.Node]:
         """Returns the products of the forward."""
-        products = []
-        for number, item in enumerate(self._items()):
-            if item is not None:
-                products.append(self._divide_forward(number, item))
+        items = sorted(self.split.users, key=lambda item: item.args[1])  # type: ignore[arg-type,return-value]
+        products = list(map(self._divide_forward, items))
         for source, reader in list(_readers(self.gradient)):
-            division = _division(reader, source)
-            assert division is not None, "the division is known"
             with self.builder.graph.inserting_before(reader):
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
-                result = division(self.builder, reader, parts, self.bounds)
+                transposed = source.target is aten.permute.default
+                result = _divided(self.builder, reader, parts, self.match, transposed)
             self.rewriting.replace(reader, result)
         return products
 
-    def _items(self) -> list[fx.Node | None]:
-        items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
-        assert all(u.target is operator.getitem for u in self.split.users), "its users are items"
-        return [items.get(number) for number in range(len(self.bounds))]
-
-    def _divide_forward(self, number: int, item: fx.Node) -> fx.Node:
-        start, end = self.bounds[number]
+    def _divide_forward(self, item: fx.Node) -> fx.Node:
+        start, end = self.match.bounds[item.args[1]]  # type: ignore[index]
         builder, product = self.builder, self.product
         *bias, left, right = product.args
         with builder.graph.inserting_before(product):
@@ -243,3 +238,70 @@ class _Division:
         sizes: Any = matrix.args[1]
         columns = part.meta["val"].shape[-1]
         return self.builder.call(aten.reshape.default, part, [*sizes[:-1], columns])
+
+
+def bias_after_product(joint: JointGraph) -> Rewritten:
+    """Rewrite the biased products of attention's results, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the products in it; the graph itself if it has no such product.
+    """
+    return rewritten(joint, filter(_is_output_projection, joint.nodes), _product_and_sum)
+
+
+def _is_output_projection(node: fx.Node) -> bool:
+    if node.target is not aten.addmm.default or node.kwargs:
+        return False
+    source = node.args[1]
+    assert isinstance(source, fx.Node), "the source is a node"
+    while (ops.is_cheap_view(source) or ops.is_copy(source)) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return is_attention_item(source) or source.target is aten.bmm.default
+
+
+def _product_and_sum(rewriting: Rewriting, biased: fx.Node) -> fx.Node:
+    """Replace the node by a product and a sum; returns the product."""
+    call = rewriting.builder.call
+    bias, left, right = biased.args
+    with rewriting.graph.inserting_before(biased):
+        product = call(aten.mm.default, left, right)
+        total = call(aten.add.Tensor, product, bias)
+    for node in (product, total):
+        node.meta.update(policy_meta(biased))
+    rewriting.replace(biased, total)
+    return product
+
+
+def unused_random_state(joint: JointGraph) -> Rewritten:
+    """Replace the state that backwards of attention without dropout are given, in a copy.
+
+    Returns:
+        The copy and the names of the backwards in it that read zeros now; the graph itself if there
+        is no such state.
+    """
+    if not any(_is_unused_state(node) for node in joint.nodes):
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    readers: set[str] = set()
+    for node in rewriting.joint.nodes:
+        value = value_of(node)
+        if value is not None and _is_unused_state(node):
+            with rewriting.graph.inserting_before(node.next):
+                zero = rewriting.builder.filled(value.shape, 0, value)
+            readers.update(user.name for user in node.users)
+            rewriting.replace(node, zero)
+    return rewriting.finished(), frozenset(readers)
+
+
+def _is_unused_state(node: fx.Node) -> bool:
+    """Whether only backwards of attention read the node, a state from which they do not draw."""
+    if not is_attention_item(node) or held_by_item(node) is not None:
+        return False
+    value = value_of(node)
+    readers = list(node.users)
+    return (
+        value is not None
+        and is_static(value)
+        and bool(readers)
+        and all(is_attention(n) and argument(n, "dropout_p") == 0 for n in readers)
+    )

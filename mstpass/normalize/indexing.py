@@ -1,4 +1,21 @@
-"""Selections of rows become indexing with the numbers of the rows.
+"""Items, indices and masks of tokens, written so that a loop can follow each token.
+
+``items_as_slices``: those of a split or an ``unbind`` of wide values are slices and selections.
+
+    split(x, n, dim)[i]  =  x.narrow(dim, i n, n)        unbind(x, dim)[i]  =  x.select(dim, i)
+
+The rewrites of slices then need to know two ops only.
+
+``index_by_token``: the tokens' own numbers as indices make a gather or a scatter per token.
+
+    x[arange(N), index]                        =  x.gather(1, index[:, None])[:, 0]
+    zeros.index_put([arange(N), index], v)     =  zeros.scatter_add(1, index[:, None], v[:, None])
+
+The left sides name tokens by number, which a chunk cannot do; the right sides treat each token by
+itself. An index may count from the end, as indexing allows. Each token writes to one place of its
+own row, so nothing is written twice, and adding to zeros is writing.
+
+``selections_as_rows``: a selection of rows is indexing with the numbers of the rows.
 
     x[mask]       =  x.reshape(N, ...)[rows]      rows = nonzero(mask.reshape(N))
     x[i, j]       =  x.reshape(N, ...)[rows]      rows = i * S + j, of a grid of [B, S] tokens
@@ -13,28 +30,179 @@ The selections of wide values are rewritten, and all others by the same masks an
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
+from mstpass.graph import linearity, ops
+from mstpass.graph.builder import Builder, UnknownSize
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import Size, expression, generic_shape, is_size, same_shape
-from mstpass.graph.token_rules.arguments import argument
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.sizes import Size, expression, generic_shape, is_size, is_static, same_shape
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.torch_internals.fake_tensors import bind_as, binds_size
 
 aten = torch.ops.aten
-
+_CATS = (aten.cat.default, aten.stack.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
 _MASKS = (torch.bool, torch.uint8)
 _Key = tuple[str, ...]  # the names of the indices, or that of the mask seen through views
+
+
+def items_as_slices(joint: JointGraph) -> Rewritten:
+    """Rewrite such items in a copy of the graph; the graph itself if it has none.
+
+    No name counts as changed: a slice alone makes no region.
+    """
+    found = (node for node in joint.nodes if _is_item(node) and _is_wide(joint, node))
+    return rewritten(joint, found, _as_slice)
+
+
+def _as_slice(rewriting: Rewriting, item: fx.Node) -> None:
+    with rewriting.graph.inserting_before(item):
+        built = _written(rewriting.builder, item)
+    built.meta.update(replacement_meta(item))
+    rewriting.replace(item, built)
+
+
+def _is_item(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    several = node.all_input_nodes[0]
+    splits = several.target in _SPLITS or several.target is aten.unbind.int
+    return splits and is_static(_source(node).meta["val"])
+
+
+def _is_wide(joint: JointGraph, item: fx.Node) -> bool:
+    """Whether the item holds tokens of the values after an anchor, or that an anchor multiplies,
+    or is taken from a stack."""
+    source, known = _source(item), joint.cached(downstream)
+    (dim,) = dims_of(item.all_input_nodes[0], len(shape_of(source)), "dim")
+    if (source in known and dim in known[source][0]) or item in joint.cached(_multiplied):
+        return True
+    while ops.is_cheap_view(source):
+        source = source.all_input_nodes[0]
+    return source.target in _CATS and any(n in known for n in source.all_input_nodes)
+
+
+def _multiplied(joint: JointGraph) -> set[fx.Node]:
+    """The values that an anchor multiplies, as they are before views and copies."""
+    found = set()
+    for anchor, _ in joint.cached(anchors):
+        for node in ops.matmul_factors(anchor):
+            while ops.is_cheap_view(node) or ops.is_copy(node):
+                node = node.all_input_nodes[0]
+            found.add(node)
+    return found
+
+
+def _source(item: fx.Node) -> fx.Node:
+    return item.all_input_nodes[0].all_input_nodes[0]
+
+
+def _written(builder: Builder, item: fx.Node) -> fx.Node:
+    several, index = item.args
+    assert isinstance(several, fx.Node) and isinstance(index, int), "a node and a number"
+    source = _source(item)
+    (dim,) = dims_of(several, len(shape_of(source)), "dim")
+    if several.target is aten.unbind.int:
+        return builder.call(aten.select.int, source, dim, index)
+    sizes = [value.shape[dim] for value in several.meta["val"]]
+    ends = list(itertools.accumulate(sizes))
+    return builder.call(aten.slice.Tensor, source, dim, ends[index] - sizes[index], ends[index])
+
+
+def index_by_token(joint: JointGraph) -> Rewritten:
+    """Rewrite such reads and writes of matrices, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the gathers and scatters in it; the graph itself if it has none.
+    """
+    return rewritten(joint, filter(_indexes_by_token, joint.nodes), _as_gather_or_scatter)
+
+
+def _as_gather_or_scatter(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """Replace the node; returns the gather or the scatter."""
+    with rewriting.graph.inserting_before(node):
+        made, result = (_gather if node.target in _READS else _scatter)(rewriting.builder, node)
+    for replacement in (made, result):
+        replacement.meta.update(replacement_meta(node))
+    rewriting.replace(node, result)
+    return made
+
+
+def _indexes_by_token(node: fx.Node) -> bool:
+    if node.target not in (*_READS, *_WRITES):
+        return False
+    source, indices = value_of(node.args[0]), argument(node, "indices")  # type: ignore[arg-type]
+    if source is None or source.dim() != 2 or len(indices) != 2:
+        return False
+    rows, columns = indices
+    if not isinstance(rows, fx.Node) or not isinstance(columns, fx.Node):
+        return False
+    shape = generic_shape(source)
+    if not _numbers(rows, shape[0]) or not isinstance(source.shape[1], int):
+        return False
+    column = value_of(columns)
+    if column is None or column.dtype in (torch.bool, torch.uint8):
+        return False
+    if list(generic_shape(column)) != [shape[0]]:
+        return False
+    return node.target in _READS or _writes_one_per_row(node, shape[0])
+
+
+def _writes_one_per_row(node: fx.Node, num_rows: int) -> bool:
+    values = value_of(node.args[2])  # type: ignore[arg-type]
+    if values is None or not linearity.is_zero(node.args[0]):
+        return False
+    return list(generic_shape(values)) == [num_rows] and values.is_floating_point()
+
+
+def _numbers(node: fx.Node, count: int) -> bool:
+    """Whether the value is 0, 1, ..., ``count - 1``."""
+    value = value_of(node)
+    if value is None or list(generic_shape(value)) != [count]:
+        return False
+    if node.target is torch.ops.prims.iota.default:
+        return argument(node, "start") == 0 and argument(node, "step") == 1
+    if node.target is aten.arange.start_step:
+        return argument(node, "start") == 0 and argument(node, "step") == 1
+    return False
+
+
+def _column(builder: Builder, node: fx.Node) -> fx.Node:
+    """The index of each row as ``[N, 1]``, counted from the start, as int64."""
+    width = node.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
+    index: Any = argument(node, "indices")[1]
+    if index.meta["val"].dtype != torch.int64:
+        cast = torch.ops.prims.convert_element_type.default
+        index = builder.call(cast, index, torch.int64)
+    from_end = builder.call(aten.lt.Scalar, index, 0)
+    shifted = builder.call(aten.add.Tensor, index, width)
+    index = builder.call(aten.where.self, from_end, shifted, index)
+    return builder.call(aten.unsqueeze.default, index, 1)
+
+
+def _gather(builder: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The gather, and its result as a vector."""
+    gathered = builder.call(aten.gather.default, node.args[0], 1, _column(builder, node))
+    return gathered, builder.call(aten.squeeze.dim, gathered, 1)
+
+
+def _scatter(builder: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    values = builder.call(aten.unsqueeze.default, node.args[2], 1)
+    column = _column(builder, node)
+    made = builder.call(aten.scatter_add.default, node.args[0], 1, column, values)
+    return made, made
 
 
 def selections_as_rows(joint: JointGraph) -> Rewritten:

@@ -1,0 +1,162 @@
+"""Values and sizes as the passes and Inductor expect them: ordinary, of known dtype, from inputs.
+
+``ordinary_tensors``: tensors whose zeros or signs are implied are replaced by ordinary ones.
+
+``torch.func.jvp`` has tangents of zeros without memory (``_efficientzerotensor``), and the
+imaginary part of a conjugate is a view that is read with the other sign (``_neg_view``). Each kind
+has a dispatch key of its own, for which higher-order ops have no kernel, so that no loop could read
+it. Inductor computes both.
+
+``scattered_constants``: these get their own dtype again.
+
+Inductor rewrites ``scatter(full(shape, b, dtype), dim, index, a)``, with numbers a and b, as
+``where(index == iota, a, b)``. In older versions of torch the result has the default dtype instead
+of ``dtype``, and the metadata of its readers stays as it was: the gradient of a loss of bfloat16
+logits is float32 and is said to be bfloat16. Newer ones cast the result, and so does this pass,
+wherever a reader's dtype is not the one that its operands give.
+
+``sizes_from_inputs``: every symbolic size is taken from the inputs, not from a large value.
+
+The backward of a slice, for instance, asks for the size of the sliced value with ``sym_size``. That
+would keep the value alive, or keep it from becoming part of a loop. The size is rewritten as sums
+and products of sizes that are inputs of the graph.
+
+``assertions_of_sizes``: those about sizes that the data decides are left to Inductor.
+
+Of a size that a mask makes, torch asserts in the graph that it lies within its bounds. Inductor
+asserts the same where the size is made (``create_deferred_runtime_asserts`` in
+torch/_inductor/graph.py), from what the ``ShapeEnv`` knows. What the graph asserts about other
+numbers stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import fake_mode_of, fake_values
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.sizes import is_size
+from mstpass.torch_internals.fake_tensors import FakeTensorMode, is_ordinary
+from mstpass.torch_internals.graphs import OpOverload
+from mstpass.walk import walk_once
+
+aten = torch.ops.aten
+_ZEROS = aten._efficientzerotensor.default
+_ORDINARY: dict[Any, Any] = {_ZEROS: aten.full.default, aten._neg_view.default: aten.neg.default}
+_cast = torch.ops.prims.convert_element_type.default
+_ASSERT = torch.ops.aten._assert_scalar.default
+
+
+def ordinary_tensors(joint: JointGraph) -> Rewritten:
+    """A copy of the graph with ordinary tensors, of which none counts as changed; the graph itself
+    if it has no others."""
+    if not any(node.target in _ORDINARY for node in joint.nodes):
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    for node in rewriting.joint.nodes:
+        if node.target is _ZEROS:
+            node.args = (node.args[0], 0)
+        node.target = _ORDINARY.get(node.target, node.target)
+        values = tensors_of(node.meta.get("val"))  # assertions have none
+        if node.op == "call_function" and not all(map(is_ordinary, values)):
+            rewriting.builder.compute_value(node)
+            rewriting.replace(node, node, [])  # it has memory of its own: views of it are renewed
+    return rewriting.finished(), frozenset()
+
+
+def scattered_constants(joint: JointGraph) -> Rewritten:
+    """A copy of the graph with the casts, which change no region; the graph itself if none is
+    missing."""
+    found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
+    mode = fake_mode_of(joint.nodes) if found else None
+    dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}
+
+    def cast(rewriting: Rewriting, node: fx.Node) -> None:
+        readers = list(node.users)
+        with rewriting.graph.inserting_after(node):
+            new = rewriting.builder.call(_cast, node, dtypes[node.name])
+        rewriting.replace(node, new, readers)
+
+    return rewritten(joint, (node for node in found if dtypes.get(node.name)), cast)
+
+
+def _is_choice_of_numbers(node: fx.Node) -> bool:
+    if node.target is not aten.where.self:
+        return False
+    return all(
+        isinstance(branch, fx.Node) and branch.target is aten.scalar_tensor.default
+        for branch in node.args[1:]
+    )
+
+
+def _lost_dtype(node: fx.Node, mode: FakeTensorMode) -> torch.dtype | None:
+    """The dtype that the node must have for its readers to have theirs; None if it has it."""
+    for user in node.users:
+        said = value_of(user)
+        if said is None or _dtype(user, {}, mode) == said.dtype:
+            continue
+        with mode:
+            cast = fake_values(node).to(said.dtype)
+        if _dtype(user, {node: cast}, mode) == said.dtype:
+            return said.dtype
+    return None
+
+
+def _dtype(
+    node: fx.Node, instead: Mapping[fx.Node, torch.Tensor], mode: FakeTensorMode
+) -> torch.dtype | None:
+    """The dtype of a pointwise op's result by its operands; None for other ops."""
+    op = node.target
+    if not isinstance(op, OpOverload) or torch.Tag.pointwise not in op.tags:
+        return None
+    arguments = fx.map_arg(
+        (node.args, node.kwargs), lambda operand: instead.get(operand, operand.meta["val"])
+    )
+    args, kwargs = arguments
+    with mode:
+        value = op(*args, **kwargs)
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def sizes_from_inputs(joint: JointGraph) -> Rewritten:
+    """A copy of the graph whose sizes come from its inputs, which changes no region.
+
+    The graph itself if they do already.
+    """
+    found = (node for node in joint.nodes if node.target is torch.ops.aten.sym_size.int)
+    return rewritten(joint, found, _from_inputs)
+
+
+def _from_inputs(rewriting: Rewriting, node: fx.Node) -> None:
+    first = next(other for other in rewriting.joint.nodes if other.op != "placeholder")
+    with rewriting.graph.inserting_before(first):
+        (size,) = rewriting.sizes.arguments([node.meta["val"]])
+    if isinstance(size, fx.Node):
+        rewriting.replace(node, size)
+
+
+def assertions_of_sizes(joint: JointGraph) -> Rewritten:
+    """A copy of the graph without them; the graph itself if it has none."""
+    found = (node for node in joint.nodes if node.target is _ASSERT and _is_of_sizes(node))
+    return rewritten(joint, found, lambda rewriting, node: rewriting.graph.erase_node(node))
+
+
+def _is_of_sizes(node: fx.Node) -> bool:
+    """Whether what is asserted compares sizes of tensors."""
+    operands = walk_once(node.all_input_nodes, lambda n: () if _is_given(n) else n.all_input_nodes)
+    computed = (n for n in operands if not _is_given(n))
+    of_sizes = all(n.all_input_nodes and _is_of_size(n) for n in computed)
+    return bool(node.all_input_nodes) and of_sizes
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int or node.op == "placeholder"
+
+
+def _is_of_size(node: fx.Node) -> bool:
+    return is_size(node) or isinstance(node.meta.get("val"), torch.SymBool)

@@ -1,0 +1,253 @@
+"""Means, variances and softmaxes over tokens, written as sums, which chunks can add up.
+
+``means_as_sums``: a mean is a sum divided by the number of tokens.
+
+    mean(x, dims)  =  sum(x, dims) / n      n: the product of the sizes of the dims
+
+If x has lower precision than float32, the sum is taken in float32 and rounded once after the
+division, as in the mean. The backward of a mean needs no rewrite: it divides an expanded gradient
+by n.
+
+``variances_as_sums``: a variance is a sum of squares.
+
+    var(x, dims)  =  sum((x - mean(x, dims))^2, dims) / (n - c)
+
+with n elements and the correction c.
+
+The mean is a sum as well. A loop finds it first, the next one the squares: as
+exact as the variance itself, which a sum of x^2 would not be. If x has lower precision than
+float32, both are taken in float32. The backward of a variance needs no rewrite: it reads the mean.
+
+``local_sums``: a softmax over shards sums its exponentials before it knows the maximum of all.
+
+Each rank has some of the columns of x. A softmax over all of them subtracts the maximum M of all
+ranks and adds up the sums of all ranks::
+
+    m = amax(x);   M = all_reduce(m, max);   s = sum(exp(x - M));   S = all_reduce(s, sum)
+
+So x is needed before the first collective, between the two and after them: three times, if it
+exists only in chunks. The same sum, with the rank's own maximum::
+
+    s = sum(exp(x - m)) exp(m - M)
+
+needs x no later than m. A row that is ``-inf`` everywhere has s = 0 as before. The new form rounds
+otherwise, within a few units of the last place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.node_meta import policy_meta, replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.row_sums import exponents
+from mstpass.graph.sizes import same_shape
+from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.normalize.token_window import downstream
+from mstpass.regions.anchors import WIDE_OF_ANCHOR
+from mstpass.torch_internals.collectives import ALL_REDUCE
+from mstpass.torch_internals.graphs import schema_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+_MEANS = (aten.mean.default, aten.mean.dim)
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def means_as_sums(joint: JointGraph) -> Rewritten:
+    """Rewrite the means of wide values over tokens, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the sums in it; the graph itself if it has no such mean.
+    """
+    return rewritten(joint, _means_over_tokens(joint), _replace_by_sum)
+
+
+def _means_over_tokens(joint: JointGraph) -> Iterator[fx.Node]:
+    """The means of wide values downstream of an anchor over all tokens, perhaps also other dims."""
+    known = joint.cached(downstream)
+    for node in joint.nodes:
+        if node.target not in _MEANS or node in known:
+            continue
+        (source,) = node.all_input_nodes
+        if source in known:
+            spec, anchor = known[source]
+            over_all_tokens = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
+            if over_all_tokens and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
+                yield node
+
+
+def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
+    """Add the sum and its quotient before the mean, and let the quotient replace the mean.
+
+    Returns:
+        The sum.
+    """
+    (operand,) = mean.all_input_nodes
+    value, shape = mean.meta["val"], operand.meta["val"].shape
+    dims = reduced_dims(mean, len(shape))
+    keepdim = value.dim() == len(shape)
+    dtype = torch.float32 if value.dtype in _LOW_PRECISION else value.dtype
+    builder = rewriting.builder
+    with rewriting.graph.inserting_before(mean):
+        (count,) = rewriting.sizes.arguments([math.prod(shape[d] for d in dims)])
+        total = builder.call(aten.sum.dim_IntList, operand, dims, keepdim, dtype=dtype)
+        quotient = builder.call(aten.div.Tensor, total, count)
+        if dtype != value.dtype:
+            quotient = builder.call(prims.convert_element_type.default, quotient, value.dtype)
+    for node in (total, quotient):
+        node.meta.update(policy_meta(mean))
+    rewriting.replace(mean, quotient)
+    return total
+
+
+def variances_as_sums(joint: JointGraph) -> Rewritten:
+    """Rewrite the variances of wide values over tokens, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the sums in it; the graph itself if it has no such variance.
+    """
+    found = (node for node in joint.nodes if _is_over_tokens(joint, node))
+    return rewritten(joint, found, _replace)
+
+
+def _is_over_tokens(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the node is the variance of a wide value over all tokens, perhaps with its mean."""
+    if node.target not in (aten.var.correction, aten.var_mean.correction):
+        return False
+    (source,) = node.all_input_nodes
+    known = joint.cached(downstream)
+    if source not in known:
+        return False
+    spec, anchor = known[source]
+    dims = reduced_dims(node, source.meta["val"].dim())
+    return set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor))
+
+
+def _replace(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """Add the mean, the squares and their sum before the node. Returns the sum."""
+    (operand,) = node.all_input_nodes
+    value, call = operand.meta["val"], rewriting.builder.call
+    dims, correction = reduced_dims(node, value.dim()), argument(node, "correction")
+    keepdim = bool(argument(node, "keepdim"))
+    with rewriting.graph.inserting_before(node):
+        (count,) = rewriting.sizes.arguments([math.prod(value.shape[d] for d in dims)])
+        divisor = _less(rewriting, count, 1 if correction is None else correction)
+        values = operand
+        if value.dtype in _LOW_PRECISION:
+            values = call(prims.convert_element_type.default, operand, torch.float32)
+        mean = call(aten.mean.dim, values, dims, True)
+        shifted = call(aten.sub.Tensor, values, mean)
+        squares = call(aten.mul.Tensor, shifted, shifted)
+        total = call(aten.sum.dim_IntList, squares, dims, keepdim)
+        results = [call(aten.div.Tensor, total, divisor)]
+        results.append(mean if keepdim else call(aten.squeeze.dims, mean, dims))
+        if values is not operand:
+            results = [call(prims.convert_element_type.default, n, value.dtype) for n in results]
+    if node.target is aten.var.correction:
+        rewriting.replace(node, results[0])
+    else:
+        for item in list(node.users):
+            rewriting.replace(item, results[item.args[1]])  # type: ignore[index]
+    return total
+
+
+def _less(rewriting: Rewriting, count: Any, correction: float) -> Any:
+    """``count - correction``; as of the variance, not below zero where the count is known."""
+    if isinstance(count, fx.Node):
+        return rewriting.builder.call(operator.sub, count, correction)
+    return max(count - correction, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """The names of the nodes of one such sum: x, m, M and s."""
+
+    values: str
+    own_maximum: str
+    maximum: str
+    total: str
+
+
+def local_sums(joint: JointGraph) -> Rewritten:
+    """Rewrite such sums over the results of anchors, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the sums in it; the graph itself if it has none.
+    """
+    known = joint.cached(downstream)
+    found = [s for node in joint.nodes if (s := _sum_of(node)) and joint.by_name[s.values] in known]
+    if not found:
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    made = frozenset(_replace_by_own_sum(rewriting, each).name for each in found)
+    return rewriting.finished(), made
+
+
+def _sum_of(total: fx.Node) -> _Sum | None:
+    """The sum, if the node is the s of the pattern."""
+    if total.target is not aten.sum.dim_IntList or not any(map(is_collective, total.users)):
+        return None
+    values, maximum = exponents(total.args[0])
+    own = None if values is None else _maximum_of_all_ranks(maximum)
+    if own is None or own.target is not aten.amax.default or own.args[:1] != (values,):
+        return None
+    if list(own.args[1:2]) != list(total.args[1:2]) or not _keep_dims(own, total):
+        return None
+    return _Sum(values.name, own.name, maximum.name, total.name)
+
+
+def _maximum_of_all_ranks(node: fx.Node) -> fx.Node | None:
+    """What each rank gives, if the value is the maximum over the ranks."""
+    if not is_wait(node) or not is_collective(node.all_input_nodes[0]):
+        return None
+    pending = node.all_input_nodes[0]
+    name = schema_of(pending.target).name  # type: ignore[arg-type]
+    if name != ALL_REDUCE or pending.args[1] != "max":
+        return None
+    return pending.all_input_nodes[0]
+
+
+def _keep_dims(*reductions: fx.Node) -> bool:
+    """Whether the results have the rank of their operand, and its dtype."""
+    values: list[Any] = [node.meta["val"] for node in reductions]
+    operands: list[Any] = [node.args[0].meta["val"] for node in reductions]  # type: ignore[union-attr]
+    return all(
+        value.dim() == operand.dim() and value.dtype == operand.dtype
+        for value, operand in zip(values, operands, strict=True)
+    ) and same_shape(values[0].shape, values[1].shape)
+
+
+def _replace_by_own_sum(rewriting: Rewriting, found: _Sum) -> fx.Node:
+    """Put the new sum in the place of the old one. Returns the sum with the rank's own maximum."""
+    builder, by_name = rewriting.builder, rewriting.joint.by_name
+    old = by_name[found.total]
+    values, own, maximum = (
+        by_name[name] for name in (found.values, found.own_maximum, found.maximum)
+    )
+    value = own.meta["val"]
+    call = builder.call
+    with builder.graph.inserting_before(own.next):
+        zero = builder.filled([], 0, value)
+        nothing = call(aten.eq.Scalar, own, float("-inf"))
+        subtracted = call(aten.where.self, nothing, zero, own)
+        exponentials = call(aten.exp.default, call(aten.sub.Tensor, values, subtracted))
+        total = call(old.target, exponentials, *old.args[1:], **old.kwargs)
+    with builder.graph.inserting_before(old):
+        scale = call(aten.exp.default, call(aten.sub.Tensor, own, maximum))
+        empty = call(aten.eq.Scalar, own, float("-inf"))
+        scaled = call(aten.where.self, empty, zero, call(aten.mul.Tensor, total, scale))
+    for node in (total, scaled):
+        node.meta.update(replacement_meta(old))
+    rewriting.replace(old, scaled)
+    return total
