@@ -9,17 +9,70 @@ import networkx as nx
 
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.mode_costs import WHOLE
-from mstpass.partition.solvers.candidate import Candidate, lowest_saved_set
+from mstpass.options import Options
+from mstpass.partition.solvers import AUTO
+from mstpass.partition.solvers.candidate import TIE, Candidate, lowest_saved_set, without_loops
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.free_time import within_free_time
 from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Mode
+from mstpass.problem.saved_set import must_offload
+
+FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
 
 
-def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
-    """The plan, and then, for the case that its graphs are refused, plans with fewer loops.
+def with_loops_in_bounds(planned: Planned, traced: JointGraph, options: Options) -> Planned:
+    """The plan; one with fewer loops if it raises the simulated peak, or a free one takes too long.
+
+    The peak of the step under Inductor alone, and of that without loops, is the bound.
+    """
+    if not planned.is_known:
+        return planned
+    attempts: list[Planned] = []
+    for attempt in _with_fewer_loops(planned, traced):
+        if _takes_too_long(attempt, options):
+            continue
+        attempts.append(attempt)
+        if not _raises_peak(attempt, options):
+            break
+    else:
+        return min(attempts, key=lambda found: found.peak_bytes, default=attempt)
+    if attempt is planned and options.chunk_tokens is not None and not planned.limit.is_free:
+        return _with_loops_that_help(planned)
+    return attempt
+
+
+def _takes_too_long(planned: Planned, options: Options) -> bool:
+    """Whether a free plan takes more time than ``free_overhead`` allows.
+
+    Only the default solver is held to that. The user may ask for loops, and some must stay.
+    """
+    if not planned.limit.is_free or planned.solver != AUTO or options.chunk_tokens is not None:
+        return False
+    forced = any(region.unbounded for region in planned.chunk_plans)
+    forced |= bool(must_offload(planned.problem))  # a checkpoint policy asks for copies
+    return planned.extra_time > options.free_overhead and not forced
+
+
+def _raises_peak(planned: Planned, options: Options) -> bool:
+    """Whether a plan raises the simulated peak above that of the step without loops.
+
+    A solver that the user asks for may save what it likes where there are no loops.
+    """
+    regions, peak_bytes = planned.chunk_plans, planned.peak_bytes
+    if not regions:
+        return planned.solver == AUTO and planned.before.peak_bytes < peak_bytes / TIE
+    if all(region.unbounded for region in regions):  # those keep their loops
+        return False
+    most_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
+    whole = planned.problem.cached(without_loops)
+    return min(planned.before.peak_bytes, whole.peak_bytes) < most_bytes
+
+
+def _with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
+    """The plan, and then plans with fewer loops.
 
     The second plan keeps the loops that do not raise the simulated peak. The last one is for the
     graph as it was traced: that of Inductor alone or, without a budget, the free plan without
@@ -47,21 +100,18 @@ def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
         yield dataclasses.replace(planned, problem=problem, plan=least.plan)
 
 
-def with_loops_that_help(planned: Planned, peak_bytes: float) -> Planned | None:
-    """The plan without those loops that raise the simulated peak.
+def _with_loops_that_help(planned: Planned) -> Planned:
+    """The plan without those loops that raise the simulated peak, if that lowers it.
 
     For plans whose loops the user asks for: a solver could not leave them out.
-
-    Args:
-        peak_bytes: the plan's own peak. None if the new plan's is not below it.
     """
     problem, found = _with_choice(planned)
     try:
         fewer = only_loops_that_help(problem, found)
     except (Cycle, nx.NetworkXUnbounded):  # such as graphs that only torch can split
-        return None
-    if fewer.peak_bytes >= peak_bytes:
-        return None
+        return planned
+    if fewer.peak_bytes >= planned.peak_bytes / FORCED_MAY_RAISE:
+        return planned
     return dataclasses.replace(planned, problem=problem, plan=fewer.plan)
 
 

@@ -7,9 +7,9 @@
     split   forward, backward, and what crosses between them     partition/, schedule/
 
 The first three stages change nothing. ``run`` can stop after any stage. One solver decides which
-loops there are and which values cross, together, by the simulated peak of the step. If the finished
-graphs have a higher peak than the step without loops, the last two stages run again with fewer
-loops, so that no solver's loops raise the peak, and in the end with what Inductor alone would save.
+loops there are and which values cross, together, by the simulated peak of the step. If its loops
+raise that above the peak of the step without any, there are fewer (fewer_loops.py), and in the end
+what Inductor alone would save. What is written is the problem in which the plan's modes are chosen.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from torch import fx
 
 from mstpass import pipeline_stages
 from mstpass.detect_stage import Detected, detect
-from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
+from mstpass.fewer_loops import with_loops_in_bounds
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.view_storages import share_storages
 from mstpass.limit import Limit, simulated_limit
-from mstpass.loops.apply_plans import Applied
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import MASKS, READ
@@ -42,13 +41,10 @@ from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.budget import BudgetError, infeasible, missed_budgets
 from mstpass.partition.inductor_alone import inductor_alone
-from mstpass.partition.solvers import AUTO
-from mstpass.partition.solvers.candidate import TIE
 from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
-from mstpass.problem.saved_set import must_offload
 from mstpass.regions.advice import with_fix
 from mstpass.regions.whole_masks import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
@@ -56,7 +52,6 @@ from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 STAGES = ("read", "detect", "plan", "apply", "split")
 _MOST_EXTRA_TIME = 1.0  # a fraction; a report says where a plan takes more
 _SLOW = "this plan takes {:.1f} times as long as Inductor alone: no faster one has as low a peak"
-FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Result:
 
     Attributes:
         problem: the partition problem that was solved.
-        applied: the joint graph with its loops.
+        joint: the joint graph with its loops.
         modules: the forward and the backward graph.
         read: the joint graph before any loop; regions and ``problem`` name its nodes.
         before: the simulated memory of the step under Inductor alone; None where a size depends on
@@ -77,18 +72,13 @@ class Result:
 
     outcome: Outcome
     problem: CutProblem | None = None
-    applied: Applied | None = None
+    joint: fx.GraphModule | None = None
     modules: Modules | None = None
     read: JointGraph | None = None
     before: StepMemory | None = None
     memory: StepMemory | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     pass_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def joint(self) -> fx.GraphModule | None:
-        """The joint graph with its loops."""
-        return self.applied.module if self.applied is not None else None
 
     @property
     def after(self) -> StepMemory | None:
@@ -222,67 +212,33 @@ def _run_stages(
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections, *runner.refused)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
-    rewritten = functools.partial(
-        _rewritten, detected, options, stop_after, torch_kwargs, runner, watch
-    )
-    results: list[Result] = []
-    for attempt in with_fewer_loops(planned, traced):
-        result = rewritten(attempt)
-        if _takes_too_long(result, attempt, options):
-            continue
-        results.append(result)
-        if not _raises_peak(result, attempt, options, runner):
-            break
-    else:
-        return min(results, key=_peak_bytes, default=result)
-    if attempt is planned and options.chunk_tokens is not None and not limit.is_free:
-        return _without_raising_loops(result, planned, rewritten)
-    return result
+    planned = with_loops_in_bounds(planned, traced, options)
+    while not isinstance(applied := pipeline_stages.apply(planned, runner), JointGraph):
+        other = plan(detected.joint, applied.candidates)
+        other = dataclasses.replace(other, refused=(*applied.refused, *other.refused))
+        planned = with_loops_in_bounds(other, traced, options)
+    watch.lap("apply")
+    return _written(detected, planned, applied, options, stop_after, torch_kwargs, runner, watch)
 
 
-def _peak_bytes(result: Result) -> int:
-    assert result.memory is not None, "the memory is known"
-    return result.memory.peak_bytes
-
-
-def _without_raising_loops(
-    result: Result,
-    planned: pipeline_stages.Planned,
-    rewritten: Callable[[pipeline_stages.Planned], Result],
-) -> Result:
-    """The graphs without the loops that raise the peak, of those that ``chunk_tokens`` asks for."""
-    if result.memory is None or result.before is None:
-        return result
-    peak_bytes = result.memory.peak_bytes / FORCED_MAY_RAISE
-    fewer = with_loops_that_help(planned, peak_bytes)
-    if fewer is None:
-        return result
-    other = rewritten(fewer)
-    return other if other.memory and other.memory.peak_bytes < peak_bytes else result
-
-
-def _rewritten(
+def _written(
     detected: Detected,
+    planned: pipeline_stages.Planned,
+    joint: JointGraph,
     options: Options,
     stop_after: str,
     torch_kwargs: dict[str, Any],
     runner: PassRunner,
     watch: _Stopwatch,
-    planned: pipeline_stages.Planned,
 ) -> Result:
-    """The graphs of one plan: the stages that are left once it is made."""
-    joint = planned.joint
-    applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, runner)
-    watch.lap("apply")
-    masks = whole_masks(joint, applied.names)
-    rejections = (*detected.rejections, *planned.rejections, *refused, *masks)
+    """The graphs of a plan, from the joint graph that has its loops."""
+    chunk_plans, before = planned.chunk_plans, planned.joint
+    masks = whole_masks(before, joint.by_name)
+    rejections = (*detected.rejections, *planned.rejections, *masks)
     if stop_after == "apply":
         outcome = _outcome(chunk_plans, (*rejections, *runner.refused))
-        return Result(outcome, planned.problem, applied)
-    rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
-    crossing = pipeline_stages.split(
-        rewritten, applied, planned, joint, options, runner, torch_kwargs
-    )
+        return Result(outcome, planned.problem, joint.module)
+    crossing = pipeline_stages.split(joint, planned, options, runner, torch_kwargs)
     modules = crossing.modules
     for module in modules:
         share_storages(module.graph)
@@ -292,60 +248,24 @@ def _rewritten(
         _outcome(chunk_plans, (*rejections, *runner.refused)),
         save_plan=crossing.save_plan,
         peak_bytes=memory.peak_bytes if memory.known else None,
-        notes=(*detected.notes, *crossing.notes),
+        notes=(*detected.notes, *planned.notes),
         limit_bytes=planned.limit.simulated_bytes,
         left_to_torch=crossing.left_to_torch,
     )
-    before: StepMemory | None = None
+    alone: StepMemory | None = None
     if memory.known and not crossing.left_to_torch:
-        before, extra_time = pipeline_stages.compared(planned)
+        alone, extra_time = planned.before.simulation.memory, planned.extra_time
         is_slow = options.may_choose and extra_time > _MOST_EXTRA_TIME
         slow = [_SLOW.format(1 + extra_time)] if is_slow else []
         outcome = dataclasses.replace(
             outcome,
-            baseline_peak_bytes=before.peak_bytes,
+            baseline_peak_bytes=alone.peak_bytes,
             extra_time=extra_time,
             notes=(*outcome.notes, *slow),
         )
     watch.lap("split")
     times = watch.seconds, runner.seconds
-    return Result(outcome, planned.problem, applied, modules, joint, before, memory, *times)
-
-
-def _takes_too_long(result: Result, planned: pipeline_stages.Planned, options: Options) -> bool:
-    """Whether a free plan takes more time than ``free_overhead`` allows, by its own report.
-
-    Only the default solver is held to that. The user may ask for loops, and some must stay.
-    """
-    if not planned.limit.is_free or planned.solver != AUTO or options.chunk_tokens is not None:
-        return False
-    extra_time = result.outcome.extra_time or 0.0
-    forced = any(region.unbounded for region in result.outcome.regions)
-    forced |= bool(must_offload(planned.problem))  # a checkpoint policy asks for copies
-    return extra_time > options.free_overhead and not forced
-
-
-def _raises_peak(
-    result: Result, planned: pipeline_stages.Planned, options: Options, runner: PassRunner
-) -> bool:
-    """Whether a plan raises the simulated peak above that of the step without loops.
-
-    A solver that the user asks for may save what it likes where there are no loops.
-    """
-    if result.memory is None or result.before is None:
-        return False
-    assert result.read is not None, "the read is known"
-    peak_bytes, regions = result.memory.peak_bytes, result.outcome.regions
-    if not regions:
-        return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE
-    if all(region.unbounded for region in regions):  # those keep their loops
-        return False
-    most_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
-    if result.before.peak_bytes < most_bytes:
-        return True
-    return pipeline_stages.is_lower_without_loops(
-        result.read, planned.problem, options, planned.limit, most_bytes, runner
-    )
+    return Result(outcome, planned.problem, joint.module, modules, before, alone, memory, *times)
 
 
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:

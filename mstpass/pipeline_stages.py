@@ -8,39 +8,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from mstpass.detect_stage import members_of, names_of, rejected
-from mstpass.graph.joint import JointGraph, Modules
+from mstpass.graph.joint import JointGraph, Modules, tensors_of
+from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
-from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
+from mstpass.loops.apply_plans import CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.mode_costs import WHOLE, region_modes
+from mstpass.loops.mode_costs import WHOLE, copied_nodes, region_modes
+from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import as_copies
 from mstpass.normalize.left_out import LeftOut, convolutions_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
 from mstpass.partition.inductor_alone import with_alone
-from mstpass.partition.reconstruct import most_won_bytes
 from mstpass.partition.reconstruct.of_plan import with_reconstruction
-from mstpass.partition.solve import Solved, carried_over, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, without_loops
 from mstpass.partition.split import split_joint
 from mstpass.partition.torch_fallback import needs_torch, split_by_torch
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
-from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
-from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes, with_node_names
+from mstpass.problem.problem import CutProblem, Plan, value_name
 
 
 def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:
@@ -89,6 +89,41 @@ class Planned:
     limit_bytes: int | None = None
     alone: Candidate | None = None
     runner: PassRunner = dataclasses.field(default_factory=PassRunner)
+
+    @property
+    def before(self) -> Candidate:
+        """The step under Inductor alone; where that is not known, the step without any loop."""
+        return self.alone or self.problem.cached(without_loops)
+
+    @functools.cached_property
+    def simulation(self) -> StepSimulation:
+        """The step of the plan."""
+        return simulate_plan(self.problem, self.plan)
+
+    @property
+    def extra_time(self) -> float:
+        """The plan's extra time over Inductor alone, as a fraction."""
+        before_us = self.before.us
+        return self.simulation.us / before_us - 1 if before_us else 0.0  # of a step of views
+
+    @functools.cached_property
+    def is_known(self) -> bool:
+        """Whether the step can be simulated: no size depends on data, and the split is ours."""
+        values = (value for n in self.joint.nodes for value in tensors_of(n.meta.get("val")))
+        return not needs_torch(self.joint) and not any(map(depends_on_data, values))
+
+    def program_of(self, step: StepSimulation) -> Program:
+        """What is written of a step: cheap values run twice where the peak is above the limit."""
+        return step.lowered_program if self._is_above_limit(step) else step.program
+
+    @property
+    def peak_bytes(self) -> int:
+        """The simulated peak of what is written."""
+        step = self.simulation
+        return step.lowered_peak_bytes if self._is_above_limit(step) else step.peak_bytes
+
+    def _is_above_limit(self, step: StepSimulation) -> bool:
+        return self.limit_bytes is not None and step.peak_bytes > self.limit_bytes
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -168,7 +203,8 @@ def _problem(
         try:
             modes = region_modes(joint, candidates)
             repeats = options.repeats_collectives
-            problem = cut_problem(joint, modes, not limit.is_free, host, repeats)
+            copies = copied_nodes(joint, candidates)
+            problem = cut_problem(joint, modes, not limit.is_free, host, repeats, copies)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:
@@ -192,9 +228,8 @@ def _problem(
 
 
 # ---- apply -------------------------------------------------------------------------------------
-def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGraph, Applied]:
-    applied = apply_plans(joint, plans)
-    return JointGraph(applied.module, joint.num_fwd_outputs), applied
+def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGraph, bool]:
+    return apply_plans(joint, plans), True
 
 
 APPLY_PLANS = Pass(
@@ -202,31 +237,32 @@ APPLY_PLANS = Pass(
 )
 
 
-def apply(
-    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], runner: PassRunner
-) -> tuple[Applied, tuple[ChunkPlan, ...], tuple[Rejection, ...]]:
-    """The joint graph with its loops, the plans that it has, and the loops that were left out."""
-    left = list(chunk_plans)
+def apply(planned: Planned, runner: PassRunner) -> JointGraph | Planned:
+    """The joint graph with its loops; where some cannot be written, a plan without these regions.
+
+    The second is planned anew, by the caller: its plan is that for the regions that are left.
+    """
+    joint, plans = planned.joint, planned.chunk_plans
+    if not plans:
+        return joint
     rejections: list[Rejection] = []
-    while True:
-        try:
-            _, applied = runner.run(APPLY_PLANS, joint, left)
-            if applied is None:  # refused: without the loops that cannot be written even alone
-                alone = [[p] for p in left] if len(left) > 1 else []
-                fewer = [p for (p,) in alone if runner.run(APPLY_PLANS, joint, [p])[1] is not None]
-                left = fewer if len(fewer) < len(left) else []
-                if left:
-                    continue
-                applied = apply_plans(joint, [])
-            return applied, tuple(left), tuple(rejections)
-        except CycleError as error:
-            guilty, reason = error.plan, str(error)
-        except CannotTake as error:
-            members = [[name for name, _ in plan.members] for plan in left]
-            guilty = left[_holder(error.node, members)]
+    try:
+        rewritten, done = runner.run(APPLY_PLANS, joint, plans)
+        if done:
+            return rewritten
+        alone = plans if len(plans) > 1 else ()
+        guilty = [p for p in alone if runner.run(APPLY_PLANS, joint, [p])[1] is None] or [*plans]
+    except (CycleError, CannotTake) as error:
+        if isinstance(error, CycleError):
+            one, reason = error.plan, str(error)
+        else:
+            members = [[name for name, _ in plan.members] for plan in plans]
+            one = plans[_holder(error.node, members)]
             reason = f"{error.node.name}: {error.reason}"
-        rejections.append(rejected("apply", guilty, reason))
-        left = [chunk_plan for chunk_plan in left if chunk_plan is not guilty]
+        guilty, rejections = [one], [rejected("apply", one, reason)]
+    left = (c for c in planned.candidates if not any(p in guilty for _, p in c.plans))
+    refused = (*planned.refused, *rejections)
+    return dataclasses.replace(planned, candidates=tuple(left), refused=refused)
 
 
 # ---- split -------------------------------------------------------------------------------------
@@ -235,113 +271,48 @@ class Split:
     """The forward and the backward graph, and what crosses between them.
 
     Attributes:
-        notes: why the saved values are not those of the solver of the options, if they are not.
         left_to_torch: why torch's own partitioner split the graph; empty if it did not.
     """
 
     modules: Modules
     save_plan: SavePlan
-    notes: tuple[str, ...] = ()
     left_to_torch: str = ""
 
 
 def split(
     rewritten: JointGraph,
-    applied: Applied,
     planned: Planned,
-    joint: JointGraph,
     options: Options,
     runner: PassRunner,
     torch_kwargs: dict[str, Any],
 ) -> Split:
-    """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
-    solved, names = planned.plan, applied.old_names()
+    """Split the graph that has the loops by the plan, which speaks of the graph before them."""
     reason = needs_torch(rewritten)
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
-        return Split(modules, _named(save_plan, names, joint), planned.notes, reason)
-    problem = _problem_of(rewritten, planned, names, options)
-    before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
-    chosen, name, notes, _ = carried_over(before, applied.names, problem, options, planned.limit)
-    done = with_reconstruction(rewritten, problem, chosen, options, planned.limit, runner)
+        return Split(modules, _named(save_plan, planned.joint), reason)
+    problem, plan = with_node_names(with_modes(planned.problem, planned.plan.modes), planned.plan)
+    done = with_reconstruction(rewritten, problem, plan, options, planned.limit, runner)
     if done is not None:
-        rewritten, chosen = done.joint, done.plan
-        problem = _problem_of(rewritten, planned, names, options)
-    step = StepSimulation.of(problem, chosen)
-    limit_bytes = planned.limit_bytes
-    above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
-    program = step.lowered_program if above_limit else step.program
-    modules, save_plan = split_joint(rewritten, program, chosen, name, **torch_kwargs)
+        rewritten, problem, plan = done.joint, done.problem, done.plan
+    program = planned.program_of(StepSimulation.of(problem, plan))
+    modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
         runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)
-    return Split(modules, _named(save_plan, names, joint), notes)
+    return Split(modules, _named(save_plan, planned.joint))
 
 
-def _problem_of(
-    rewritten: JointGraph, planned: Planned, names: Mapping[str, str], options: Options
-) -> CutProblem:
-    """The problem of the graph with its loops, with the times that the plan was made with.
-
-    Args:
-        names: the name in the graph before loops of each node.
-    """
-    host, repeats = planned.problem.host, options.repeats_collectives
-    problem = cut_problem(rewritten, (), not planned.limit.is_free, host, repeats)
-    closed = with_modes(planned.problem, planned.plan.modes)
-    us = {value.name: value.us for value in (*closed.values, *closed.backward)}
-
-    def timed(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        times = ((value, us.get(names.get(value.name, ""), value.us)) for value in values)
-        return tuple(dataclasses.replace(value, us=time) for value, time in times)
-
-    return dataclasses.replace(
-        problem, values=timed(problem.values), backward=timed(problem.backward)
-    )
-
-
-def _named(save_plan: SavePlan, names: Mapping[str, str], joint: JointGraph) -> SavePlan:
+def _named(save_plan: SavePlan, joint: JointGraph) -> SavePlan:
     """The same plan, each saved value with the node that it is in the graph before loops."""
     saved = []
-    value_of: dict[str, str] = {}
     for value in save_plan.saved:
-        written = value.value or value.node
-        node = joint.by_name.get(names.get(written, ""))
+        node = joint.by_name.get(value_name(value.value or value.node))
         source = value.source or (source_of(node) if node is not None else "")
         named = node.name if node is not None else ""
-        value_of[written] = named or written
         saved.append(dataclasses.replace(value, value=named, source=source))
-    transfers = [dataclasses.replace(t, node=value_of[t.node]) for t in save_plan.transfers]
+    transfers = [dataclasses.replace(t, node=value_name(t.node)) for t in save_plan.transfers]
     return dataclasses.replace(save_plan, saved=tuple(saved), transfers=tuple(transfers))
-
-
-def is_lower_without_loops(
-    joint: JointGraph,
-    problem: CutProblem,
-    options: Options,
-    limit: Limit,
-    peak_bytes: float,
-    runner: PassRunner,
-) -> bool:
-    """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
-    before = problem.cached(without_loops)
-    saved = before.plan.saved
-    if before.peak_bytes < peak_bytes:
-        return True
-    won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
-    if before.peak_bytes - won_bytes >= peak_bytes:
-        return False
-    done = with_reconstruction(joint, before.problem, before.plan, options, limit, runner)
-    return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
-
-
-def compared(planned: Planned) -> tuple[StepMemory, float]:
-    """The memory of the step under Inductor alone, and the plan's extra time over that as a
-    fraction."""
-    before = (planned.alone or planned.problem.cached(without_loops)).simulation
-    after_us = simulate_plan(planned.problem, planned.plan).us
-    extra_time = after_us / before.us - 1 if before.us else 0.0  # a step of views takes no time
-    return before.memory, extra_time

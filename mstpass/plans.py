@@ -116,7 +116,7 @@ class LoopOutput:
         spec: None if it is combined.
         scaled: only in a fused loop: it is multiplied by the unit after the loop.
         combine: how parts are combined, ``"sum"``, ``"max"``, ``"min"`` or ``"any"``.
-        relative_to: the maximum that a sum is relative to (graph/exponential_sums.py).
+        relative_to: the maximum that a sum is relative to (graph/row_sums.py).
         over: the input whose rows it is written over, if that is any.
     """
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import fx
 
-from mstpass import pipeline
+from mstpass import fewer_loops, pipeline
 from mstpass.frame_stack import with_deep_stack
 from mstpass.fuzz.plans import broken_limits
 from mstpass.options import Options
@@ -118,7 +118,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 def forced_loops_stay() -> Iterator[None]:
     """Tests force loops with ``chunk_tokens`` on steps so small that loops may raise the peak."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "FORCED_MAY_RAISE", math.inf)
+        patch.setattr(fewer_loops, "FORCED_MAY_RAISE", math.inf)
         yield
 
 

@@ -213,8 +213,8 @@ def test_plans_are_valid_where_a_checkpoint_repeats_a_collective(mesh: Any) -> N
 
 def test_no_loop_holds_a_collective(head: JointGraph) -> None:
     result = _run(head)
-    assert result.applied is not None
-    for module in result.applied.module.children():
+    assert result.joint is not None
+    for module in result.joint.children():
         assert not _collectives(module.graph)  # type: ignore[arg-type]
 
 

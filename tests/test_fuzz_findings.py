@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mstpass import pipeline
+from mstpass import fewer_loops
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import check_case
 from mstpass.partition.solvers.candidate import TIE
@@ -227,7 +227,7 @@ def test_each_loop_that_is_asked_for_and_raises_the_peak_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only all of them together were compared with the step without loops, not each."""
-    monkeypatch.setattr(pipeline, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
+    monkeypatch.setattr(fewer_loops, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
     layers = (Layer(), Layer(variant=1, residual="gated", width=96))
     case = Case(
         layers,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from mstpass import pipeline
+from mstpass import fewer_loops, pipeline
 from mstpass.bench import problems
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.options import Options
@@ -172,7 +172,7 @@ def test_a_registered_solver_keeps_the_loops_that_help(monkeypatch: pytest.Monke
 def test_a_given_length_asks_for_no_loop_that_raises_the_peak(
     head: Joint, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
+    monkeypatch.setattr(fewer_loops, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
     outcome = _planned(head, chunk_tokens=chunk_tokens)
     assert outcome.peak_bytes == outcome.baseline_peak_bytes and not outcome.regions
     (rejection,) = outcome.rejections

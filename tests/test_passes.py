@@ -18,7 +18,7 @@ from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.rewriting import Rewriting
-from mstpass.loops.apply_plans import Applied, apply_plans
+from mstpass.loops.apply_plans import apply_plans
 from mstpass.options import Options
 from mstpass.partition.reconstruct import of_plan
 from mstpass.passes import runner
@@ -198,8 +198,8 @@ def _with_loops() -> JointGraph:
     module, outputs = _head()
     options = Options(free_overhead=1.0)
     found = pipeline.run(module, options, num_fwd_outputs=outputs, stop_after="apply")
-    assert found.applied is not None
-    return JointGraph(found.applied.module, outputs)
+    assert found.joint is not None
+    return JointGraph(found.joint, outputs)
 
 
 def _body_writes(joint: JointGraph, body: fx.Graph) -> None:
@@ -245,7 +245,7 @@ def test_a_pass_that_knows_no_loops_gets_none(in_production: None) -> None:
     running = PassRunner(verify=True)
     step = Pass("early", lambda joint: (joint.copy(), None), before=(NO_LOOPS,))
     assert running.run(step, looped) == (looped, None)
-    assert "the pass early is refused: cannot run: mst_loop is a loop" in running.refused[0].reason
+    assert "the pass early is refused: cannot run: loop_neg is a loop" in running.refused[0].reason
 
 
 def test_each_pass_gets_what_those_before_it_leave() -> None:
@@ -279,13 +279,13 @@ def test_a_pass_is_refused_and_the_step_keeps_its_loops(
 def test_loops_are_refused_and_the_step_has_none(
     monkeypatch: pytest.MonkeyPatch, in_production: None
 ) -> None:
-    def broken(joint: JointGraph, plans: Any) -> Applied:
-        applied = apply_plans(joint, plans)
-        for node in applied.module.graph.nodes if plans else ():
+    def broken(joint: JointGraph, plans: Any) -> JointGraph:
+        looped = apply_plans(joint, plans)
+        for node in looped.nodes:
             if node.target is mst_loop:
-                body = getattr(applied.module, str(node.args[0].target))
+                body = getattr(looped.module, str(node.args[0].target))
                 _body_returns_less(joint, body.graph)
-        return applied
+        return looped
 
     monkeypatch.setattr(pipeline_stages, "apply_plans", broken)
     module, outputs = _head()
@@ -293,7 +293,7 @@ def test_loops_are_refused_and_the_step_has_none(
     result = pipeline.run(module, options, num_fwd_outputs=outputs)
     assert not result.outcome.regions and result.modules is not None
     reasons = [r.reason for r in result.outcome.rejections if r.stage == "verify"]
-    assert any("the pass apply_plans is refused: mst_loop its body returns" in r for r in reasons)
+    assert any("the pass apply_plans is refused: loop_neg its body returns" in r for r in reasons)
 
 
 def test_no_guard_is_added() -> None:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from mstpass import pipeline_stages
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.graph.builder import ADDED
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.node_copies import original_name
@@ -80,7 +81,8 @@ def test_the_graphs_are_the_program(
         forward, backward = (each.graph for each in graphs)
         memory = simulate_step(forward, backward, scatters_delayed=True)
         lowered = program is not step.program
-        assert memory.peak_bytes == (step.lowered_peak_bytes if lowered else step.peak_bytes)
+        peak_bytes = step.lowered_peak_bytes if lowered else step.peak_bytes
+        assert 0 <= memory.peak_bytes - peak_bytes <= 512  # of what prepares operands of loops
 
 
 def _ran(ops: tuple[Value, ...]) -> list[str]:
@@ -90,4 +92,5 @@ def _ran(ops: tuple[Value, ...]) -> list[str]:
 
 def _called(module: fx.GraphModule) -> list[str]:
     nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not REALIZE]
-    return [original_name(n.name) for n in nodes if kind_of(n) not in (ITEM, SIZE)]
+    names = [original_name(n.name) for n in nodes if kind_of(n) not in (ITEM, SIZE)]
+    return [name for name in names if not name.startswith(ADDED)]  # they prepare operands

@@ -18,7 +18,7 @@ import mstpass
 from mstpass.bench import problems
 from mstpass.limit import Limit
 from mstpass.options import Options
-from mstpass.partition.solve import Solved, carried_over, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
@@ -167,39 +167,10 @@ _CHAIN = CutProblem(
 )
 
 
-def test_a_plan_is_carried_over_by_name() -> None:
-    """What is recomputed ahead of time too, with its level."""
-    nested = {"old_a": 2, "gone": 1}
-    plan = Plan(frozenset({"old_b"}), {"region": "recompute"}, nested)
-    names = {"old_a": "a", "old_b": "b"}
-    made = carried_over(Solved(plan, "users", ("note",), 5), names, _CHAIN, Options(), Limit())
-    assert made == Solved(Plan(frozenset({"b"}), {}, {"a": 2}), "users", ("note",), 5)
-
-
-@pytest.mark.parametrize("budget", ["1GiB", 0.5])
-def test_a_plan_that_is_not_valid_any_more_is_made_again(
-    budget: str | float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within the same limit; a budget in bytes is also told by a warning."""
-    asked: list[int | None] = []
-
-    def solver(problem: CutProblem, budget_bytes: int | None) -> Plan:
-        asked.append(budget_bytes)
-        return Plan(frozenset({"b"}))
-
-    mstpass.register_solver("users", solver)
-    options = Options(solver="users", memory_budget=budget)
-    pinned = dataclasses.replace(_CHAIN.values[2], pinned=True)
-    problem = dataclasses.replace(_CHAIN, values=(*_CHAIN.values[:2], pinned))
-    before = Solved(Plan(frozenset({"a"})), "peak_search", ("note",), 900)
-    message = "users planned once more .* backward needs b"
-    told = (
-        pytest.warns(UserWarning, match=message) if budget == "1GiB" else contextlib.nullcontext()
-    )
-    with told:
-        made = carried_over(before, {"a": "a"}, problem, options, Limit.of(options))
-    assert asked == [900] and (made.plan.saved, made.limit_bytes) == ({"b"}, 900)
-    assert made.notes[0] == "note" and "not valid there" in made.notes[1]
+def test_what_backward_does_not_read_is_not_saved() -> None:
+    mstpass.register_solver("users", lambda problem, budget: Plan(frozenset({"a", "b"})))
+    made = solve(_CHAIN, Options(solver="users"), Limit(), "")
+    assert made.plan.saved == {"b"}
 
 
 def test_gradients_are_right_whatever_a_solver_says() -> None:

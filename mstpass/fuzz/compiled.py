@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from mstpass import pipeline
+from mstpass import fewer_loops
 from mstpass.captured import Captured
 from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
 from mstpass.graph.sizes import Size, expression
@@ -254,10 +254,10 @@ def _seeds(count: int) -> Tensor:
 @contextlib.contextmanager
 def forced_loops(setup: Setup) -> Iterator[None]:
     """Loops that ``chunk_tokens`` asks for stay, as programs this small have none otherwise."""
-    before = pipeline.FORCED_MAY_RAISE
+    before = fewer_loops.FORCED_MAY_RAISE
     if setup.forced:
-        pipeline.FORCED_MAY_RAISE = float("inf")
+        fewer_loops.FORCED_MAY_RAISE = float("inf")
     try:
         yield
     finally:
-        pipeline.FORCED_MAY_RAISE = before
+        fewer_loops.FORCED_MAY_RAISE = before

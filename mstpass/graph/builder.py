@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -14,12 +14,19 @@ from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import Size, expression, is_size, same_shape
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
+ADDED = "mst_added"  # the name of calls that a graph has beside those of the graph that it is from
+
 
 class Builder:
-    """Adds nodes to a graph, where the graph inserts, and computes their fake values."""
+    """Adds nodes to a graph, where the graph inserts, and computes their fake values.
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
-        self.graph, self.mode = graph, mode
+    Attributes:
+        name: the name of all calls, with a number; None: each has that of its op. Where the graph
+            takes nodes of another one, that leaves their names to them.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, name: str | None = None):
+        self.graph, self.mode, self.name = graph, mode, name
 
     def placeholder(self, name: str, value: torch.Tensor | int) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -28,9 +35,16 @@ class Builder:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls ``target``; nodes may stand anywhere in the arguments."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, self.name)
         self.compute_value(node)
         return node
+
+    def copy(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A node of another graph once more, with other operands."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+        built = self.graph.create_node(node.op, node.target, args, kwargs, self.name, node.type)
+        built.meta.update(node.meta)
+        return built
 
     def compute_value(self, node: fx.Node) -> None:
         """Compute the fake value of a node from those of its operands."""
@@ -42,6 +56,11 @@ class Builder:
         """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def filled(self, shape: Sequence[Any], number: float, like: torch.Tensor) -> fx.Node:
+        """A constant of this shape, with the dtype and device of ``like``."""
+        full = torch.ops.aten.full.default
+        return self.call(full, list(shape), number, dtype=like.dtype, device=like.device)
 
     def sized(self, value: torch.Tensor | Size, size: Callable[[Size], int]) -> torch.Tensor | int:
         """A fake value like this one, with plain ints in place of its symbolic sizes."""

@@ -175,11 +175,11 @@ def scatter_one(builder: Builder, node: fx.Node, args: Sequence[Any]) -> fx.Node
         _assert_in_bounds(builder, index, value.shape[dim])
     hit = _index_mask(builder, value, dim % value.dim(), index)
     if linearity.is_zero(base):
-        base = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+        base = builder.filled([], 0, value)
     elif node.target is aten.scatter_add.default:
         source = call(aten.add.Tensor, base, source)
     if not isinstance(source, fx.Node):
-        source = call(aten.full.default, [], source, dtype=value.dtype, device=value.device)
+        source = builder.filled([], source, value)
     return call(aten.where.self, hit, source, base)
 
 
@@ -195,8 +195,8 @@ def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> 
     value, call = source.meta["val"], builder.call
     _assert_in_bounds(builder, index, value.shape[dim])
     hit = _index_mask(builder, value, dim, index)
-    zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-    return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
+    chosen = call(aten.where.self, hit, source, builder.filled([], 0, value))
+    return call(aten.sum.dim_IntList, chosen, [dim], True)
 
 
 def _assert_in_bounds(builder: Builder, index: fx.Node, size: int) -> None:

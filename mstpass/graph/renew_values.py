@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.builder import ADDED, Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import generic_shape, generic_stride
@@ -79,7 +79,7 @@ class Renewal:
         order = order_of_copy(recorded)
         if order is None:
             return new
-        call: Any = Builder(self.graph, fake_mode_of([new])).call
+        call: Any = Builder(self.graph, fake_mode_of([new]), ADDED).call
         rows = call(aten.permute.default, new, order)
         copy = call(aten.clone.default, rows, memory_format=torch.contiguous_format)
         return call(aten.permute.default, copy, sorted(order, key=order.__getitem__))

@@ -20,6 +20,7 @@ are NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -27,8 +28,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from mstpass.graph import linearity
+from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
+from mstpass.graph.token_rules.along_dims import reduced_dims
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -68,8 +70,8 @@ class _RowSums:
     """The rules, for values of one dtype, device and row shape ``[..., 1]``."""
 
     def __init__(self, builder: Builder, value: torch.Tensor):
-        self.call, self.dtype, self.device = builder.call, value.dtype, value.device
-        self.width = value.shape[-1]
+        self.builder, self.call, self.value = builder, builder.call, value
+        self.dtype, self.width = value.dtype, value.shape[-1]
         self.row = (*value.shape[:-1], 1)
 
     def of(self, source: object) -> fx.Node | None:
@@ -97,17 +99,9 @@ class _RowSums:
 
     def _of_parts(self, source: fx.Node) -> fx.Node | None:
         """The sum of a sum, difference or negation, from the sums of its operands."""
-        if source.target not in (aten.add.Tensor, aten.sub.Tensor, aten.neg.default):
-            return None
-        if source.kwargs:
-            return None
-        parts = []
-        for part in source.args:
-            total = self.of(part)
-            if total is None:
-                return None
-            parts.append(total)
-        return self.call(source.target, *parts)
+        targets = aten.add.Tensor, aten.sub.Tensor, aten.neg.default
+        parts = [self.of(part) for part in _operands(source, *targets)]
+        return self.call(source.target, *parts) if parts and None not in parts else None
 
     # ---- one-hot values -----------------------------------------------------------------------
     def _of_one_hot(self, source: fx.Node) -> fx.Node | None:
@@ -127,7 +121,7 @@ class _RowSums:
                 self.call(aten.ge.Scalar, index, 0),
                 self.call(aten.lt.Scalar, index, self.width),
             )
-            zero = self.call(aten.full.default, [], 0, dtype=self.dtype, device=self.device)
+            zero = self.builder.filled([], 0, self.value)
             if factor is None:
                 return self.call(aten.where.self, in_bounds, hit, zero)
             product = self.call(aten.mul.Tensor, hit, factor)
@@ -137,9 +131,7 @@ class _RowSums:
 
     def _one_hot(self, node: object) -> tuple[fx.Node, fx.Node] | None:
         """``index`` (one per row) and ``a``, if the node is ``where(index == iota(V), a, 0)``."""
-        if not _is_call(node, aten.where.self):
-            return None
-        equal, hit, miss = node.args
+        equal, hit, miss = _operands(node, aten.where.self) or (None,) * 3
         if not _is_call(equal, aten.eq.Tensor) or not linearity.is_zero(miss):
             return None
         if not isinstance(hit, fx.Node) or not self._is_constant_along_row(hit):
@@ -155,10 +147,9 @@ class _RowSums:
 
     def _of_scatter(self, source: fx.Node) -> fx.Node | None:
         """``sum(a)``."""
-        if source.target is not aten.scatter_add.default or not linearity.is_zero(source.args[0]):
+        base, dim, index, elements = _operands(source, aten.scatter_add.default) or (None,) * 4
+        if base is None or not linearity.is_zero(base):
             return None
-        _, dim, index, elements = source.args
-        assert isinstance(index, fx.Node) and isinstance(elements, fx.Node), "both are nodes"
         last, shape = len(self.row) - 1, tuple(elements.meta["val"].shape)
         if dim not in (-1, last) or shape[:-1] != self.row[:-1]:
             return None
@@ -169,33 +160,24 @@ class _RowSums:
     # ---- softmax ------------------------------------------------------------------------------
     def _of_log_softmax(self, source: fx.Node) -> fx.Node | None:
         """``sum(x - m) - V log(sum(exp(x - m)))``, for ``(x - m) - log(sum(exp(x - m)))``."""
-        if not _is_call(source, aten.sub.Tensor) or source.kwargs:
+        shifted, log = _operands(source, aten.sub.Tensor) or (None, None)
+        x, m = _operands(shifted, aten.sub.Tensor) or (None, None)
+        (total,) = _operands(log, aten.log.default) or (None,)
+        exponentials, *_ = _operands(total, aten.sum.dim_IntList) or (None,)
+        if _operands(exponentials, aten.exp.default) != (shifted,):
             return None
-        shifted, log = source.args
-        if not (_is_call(log, aten.log.default) and self._is_shifted(shifted)):
-            return None
-        total = log.args[0]
-        if not (_is_call(total, aten.sum.dim_IntList) and self._is_row_reduction(total)):
-            return None
-        if not (_is_call(total.args[0], aten.exp.default) and total.args[0].args[0] is shifted):
+        if not self._is_maximum(m, x) or not self._is_row_reduction(total):
             return None
         constant = self.call(aten.mul.Scalar, log, self.width)
         return self.call(aten.sub.Tensor, self._sum(shifted), constant)
 
     def _of_exponentials(self, source: fx.Node) -> fx.Node | None:
         """``where(|m| = inf, exp(m), sum(exp(x - m)))``, for the exponentials of ``logsumexp``."""
-        if not _is_call(source, aten.exp.default) or not _is_call(source.args[0], aten.sub.Tensor):
+        x, pivot = exponents(source) or (None, None)
+        m, infinite = _maximum(pivot)
+        if infinite is None or not self._is_maximum(m, x):
             return None
-        x, guarded = source.args[0].args
-        if not _is_call(guarded, aten.where.self) or source.args[0].kwargs:
-            return None
-        infinite, zero, m = guarded.args
-        if not (linearity.is_zero(zero) and _is_call(infinite, aten.eq.Scalar)):
-            return None
-        magnitude, bound = infinite.args
-        if not (_is_call(magnitude, aten.abs.default) and magnitude.args[0] is m):
-            return None
-        if bound != math.inf or not self._is_maximum(m, x):
+        if _operands(pivot, aten.where.self)[2:] != (m,):
             return None
         shifted = self.call(aten.sub.Tensor, x, m)
         total = self._sum(self.call(aten.exp.default, shifted))
@@ -203,13 +185,6 @@ class _RowSums:
 
     def _sum(self, values: fx.Node) -> fx.Node:
         return self.call(aten.sum.dim_IntList, values, [len(self.row) - 1], True)
-
-    def _is_shifted(self, node: object) -> TypeGuard[fx.Node]:
-        """Whether the node is ``x - max(x)``."""
-        if not _is_call(node, aten.sub.Tensor) or node.kwargs:
-            return False
-        x, m = node.args
-        return self._is_maximum(m, x)
 
     def _is_maximum(self, m: object, x: object) -> bool:
         return _is_call(m, aten.amax.default) and m.args[0] is x and self._is_row_reduction(m)
@@ -246,3 +221,96 @@ def _without_expand(node: object) -> fx.Node | None:
             return node
         node = source
     return None
+
+
+def _operands(node: object, *targets: object) -> tuple[Any, ...]:
+    """The arguments of a call of one of these ops without keyword arguments; else none."""
+    is_call = isinstance(node, fx.Node) and node.target in targets and not node.kwargs
+    return node.args if is_call else ()  # type: ignore[union-attr]
+
+
+# ---- sums of exponentials, over any dims ---------------------------------------------------------
+# A softmax or ``logsumexp`` over the tokens of a loop needs the maximum m and the sum of all
+# exponentials. Over chunks i they are combined in one pass, each sum relative to the maximum m_i of
+# its own chunk::
+#
+#     m = max(m_i),   sum(exp(x - m)) = sum over i of exp(m_i - m) sum(exp(x_i - m_i))
+#
+# As in the graph, no exponent is positive.
+@dataclasses.dataclass(frozen=True)
+class ExponentialSum:
+    """The operands of such a sum.
+
+    Attributes:
+        values: x.
+        maximum: m.
+        dims: what both reduce over.
+        bounded: the exponents are those of ``logsumexp``, x - where(|m| = inf, 0, m).
+    """
+
+    values: fx.Node
+    maximum: fx.Node
+    dims: tuple[int, ...]
+    bounded: bool
+
+
+def exponential_sum(total: fx.Node) -> ExponentialSum | None:
+    """What the node sums up, if it is such a sum."""
+    summed, *_ = _operands(total, aten.sum.dim_IntList, aten.sum.default) or (None,)
+    values, pivot = exponents(summed) or (None, None)
+    maximum, infinite = _maximum(pivot)
+    if maximum is None or maximum.args[0] is not values:
+        return None
+    value, shape = values.meta["val"], pivot.meta["val"].shape
+    dims = reduced_dims(total, value.dim())
+    if reduced_dims(maximum, value.dim()) != dims or len(shape) != value.dim():
+        return None
+    if any(shape[d] != 1 for d in dims):
+        return None
+    return ExponentialSum(values, maximum, tuple(dims), infinite is not None)
+
+
+def exponents(exponentials: object) -> tuple[Any, Any] | None:
+    """x and m, if the node is ``exp(x - m)``."""
+    (shifted,) = _operands(exponentials, aten.exp.default) or (None,)
+    values, pivot = _operands(shifted, aten.sub.Tensor) or (None, None)
+    return (values, pivot) if isinstance(values, fx.Node) and isinstance(pivot, fx.Node) else None
+
+
+def _maximum(pivot: object) -> tuple[fx.Node | None, fx.Node | None]:
+    """The maximum that exponents are relative to; and, if 0 stands for an infinite one, whether it
+    is infinite."""
+    pivot = _shown(pivot)
+    if _is_call(pivot, aten.amax.default):
+        return pivot, None
+    infinite, zero, maximum = _operands(pivot, aten.where.self) or (None,) * 3
+    magnitude, bound = _operands(_shown(infinite), aten.eq.Scalar) or (None, None)
+    (other,) = _operands(magnitude, aten.abs.default) or (None,)
+    maximum = _shown(maximum)
+    if bound != math.inf or not linearity.is_zero(zero) or _shown(other) is not maximum:
+        return None, None
+    return (maximum, infinite) if _is_call(maximum, aten.amax.default) else (None, None)
+
+
+def _shown(node: Any) -> Any:
+    """What reshapes of the node show."""
+    while isinstance(node, fx.Node) and ops.is_reshape(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def exponentials(
+    builder: Builder, values: fx.Node, maximum: fx.Node, of: ExponentialSum
+) -> fx.Node:
+    """The exponentials of a chunk's values, relative to the chunk's own maximum.
+
+    Where all values are -inf, all of them are 0, as they are beside a chunk with larger ones.
+    """
+    value, call = maximum.meta["val"], builder.call
+    infinite = (
+        call(aten.eq.Scalar, call(aten.abs.default, maximum), math.inf)
+        if of.bounded
+        else call(aten.eq.Scalar, maximum, -math.inf)
+    )
+    pivot = call(aten.where.self, infinite, builder.filled([], 0, value), maximum)
+    return call(aten.exp.default, call(aten.sub.Tensor, values, pivot))

@@ -19,21 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import ADDED, Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.collectives import collectives_of
-from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.dependency_order import DependencyCycle, dependency_order
-from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
+from mstpass.problem.problem import loop_name
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.walk import walk_once
 
@@ -47,44 +46,17 @@ class CycleError(Exception):
         self.plan = plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Applied:
-    """The new joint graph.
+def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> JointGraph:
+    """A new joint graph with the loops of all plans. The old one does not change.
 
-    Attributes:
-        names: the name in the new graph of each node of the old one that still exists. What a loop
-            returns has the name of the node that it stands for, or ``unfinished(name)`` if it is
-            scaled or cast before it becomes that node.
-    """
-
-    module: fx.GraphModule
-    names: Mapping[str, str]
-
-    def old_names(self) -> dict[str, str]:
-        """The name in the old graph of each node of the new one.
-
-        An unfinished result has the name of the node that it becomes. A loop is ``"loop:"`` and the
-        first node that it returns, as in the partition problem.
-        """
-        found = {new: old.removesuffix(UNFINISHED) for old, new in self.names.items()}
-        for node in self.module.graph.nodes:
-            if node.target is mst_loop:
-                items = (user for user in node.users if user.name in found)
-                first = min(items, key=lambda user: user.args[1], default=None)
-                if first is not None:
-                    found[node.name] = loop_name(found[first.name])
-        return found
-
-
-def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> Applied:
-    """A new joint graph module with the loops of all plans. The old one does not change.
+    All nodes that are left have their names, and a loop and its results those of the partition
+    problem (``problem.node_name``).
 
     Raises:
         CycleError: the loops of a plan depend on their own results.
         CannotTake: the body of a loop cannot be built.
     """
-    writer = _GraphWriter(joint, plans)
-    return Applied(writer.write(), writer.names())
+    return JointGraph(_GraphWriter(joint, plans).write(), joint.num_fwd_outputs)
 
 
 _Task = fx.Node | str  # what is written as a whole: a node of the old graph, or a loop by its name
@@ -97,7 +69,7 @@ class _GraphWriter:
         self.joint = joint
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
-        builder = Builder(self.graph, fake_mode_of(joint.nodes))
+        builder = Builder(self.graph, fake_mode_of(joint.nodes), ADDED)
         self.sizes = SizeNodes(builder)
         self.loops = LoopWriter(joint, builder, self.sizes, self.root)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
@@ -136,17 +108,6 @@ class _GraphWriter:
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
         return module
-
-    def names(self) -> dict[str, str]:
-        names = {old.name: new.name for old, new in self.env.items()}
-        for node, result in self.results.items():
-            name, item = self.producers[node]
-            _, loop = self.loop_of[name]
-            value = value_of(node)
-            cast = value is not None and result.meta["val"].dtype != value.dtype
-            changes = cast or (item.scaled and loop.unit)
-            names[unfinished(node.name) if changes else node.name] = result.name
-        return names
 
     # ---- order ---------------------------------------------------------------------------------
     def _dependencies(self, task: _Task) -> list[_Task]:

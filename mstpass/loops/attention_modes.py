@@ -36,6 +36,7 @@ from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of
 from mstpass.loops.chunk_length import SHORT, USUAL
+from mstpass.loops.copies import Names, Originals, renamed_plan
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
@@ -163,9 +164,17 @@ def attention_candidates(
     """
     regions, rejections = detect_attention(joint, taken)
     masked, refused = detect_masked_attention(joint, taken)
-    candidates = [
-        _candidates(joint, region, _counts_of_heads(region), accumulate) for region in regions
-    ]
+    originals = Originals(joint)
+    known: dict[Region, RegionCandidates] = {}
+    for region in regions:
+        copy = originals.of(region)
+        if copy is None:
+            counts = _counts_of_heads(region)
+            known[region] = _candidates(joint, region, counts, accumulate)
+        else:
+            original, names = copy
+            known[region] = _copy(known[original], region, names)
+    candidates = [*known.values()]
     for region in masked:
         over_rows = _candidates(joint, region, _counts_of_rows(region), accumulate)
         over_heads = next((c for c in candidates if _share_attention(joint, c, over_rows)), None)
@@ -176,6 +185,17 @@ def attention_candidates(
         elif over_heads.plans[0][1].bytes_before < over_rows.plans[0][1].bytes_before:
             candidates[candidates.index(over_heads)] = over_rows
     return candidates, [*rejections, *refused]
+
+
+def _copy(original: RegionCandidates, region: Region, names: Names) -> RegionCandidates:
+    """The candidates of a region that is equal to another one but for names."""
+    return dataclasses.replace(
+        original,
+        region=region.members[-1][0],
+        plans=tuple((name, renamed_plan(plan, names, region)) for name, plan in original.plans),
+        original=original.region,
+        names=names,
+    )
 
 
 def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:

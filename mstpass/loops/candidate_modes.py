@@ -27,8 +27,9 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
+from mstpass.loops.copies import Names
 from mstpass.loops.free_overhead import spend_free_overhead
-from mstpass.loops.plan_region import RegionPlanner
+from mstpass.loops.plan_region import CopyPlanner, RegionPlanner, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
@@ -58,15 +59,24 @@ class RegionCandidates:
         plans: name and chunk plan of each mode, the preferred one first.
         optional: the region may also stay whole.
         whole_first: it stays whole unless a budget asks for less memory.
+        original: the region that this one is equal to but for names (loops/copies.py); "" if it is
+            the first of its kind.
+        names: the names of its nodes, by those of the original's.
     """
 
     region: str
     plans: tuple[tuple[str, ChunkPlan], ...]
     optional: bool
     whole_first: bool = False
+    original: str = ""
+    names: Names = dataclasses.field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> ChunkPlan:
         return dict(self.plans)[name]
+
+    def name_in_copy(self, name: str) -> str:
+        """The node that one of the original is here."""
+        return self.names.get(name, name)
 
     @property
     def members(self) -> dict[str, Spec | None]:
@@ -96,7 +106,8 @@ def find_candidates(
     """
     regions, rejections = find_regions(joint, not limit.is_free, runner)
     length = SHORT if limit.is_least else USUAL
-    planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
+    by_region = planners_of(joint, regions, options)
+    planners = {region.members: planner for region, planner in by_region.items()}
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
@@ -224,4 +235,8 @@ def _candidates(
         if few is not None and few not in plans.values():
             plans[name_of(mode, FEW)] = few
     # The last member names the region: two heads may begin with the same view.
-    return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)
+    found = RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)
+    if isinstance(planner, CopyPlanner):
+        original = planner.original.region.members[-1][0]
+        return dataclasses.replace(found, original=original, names=planner.names)
+    return found

@@ -12,7 +12,7 @@ A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -30,6 +30,7 @@ from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
+from mstpass.loops.copies import is_copy
 from mstpass.loops.operand_layout import is_copied
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
@@ -54,15 +55,44 @@ def region_modes(
         CannotTake: a loop's body cannot be built.
     """
     loops = _Loops(joint)
-    found = []
+    found: list[RegionModes] = []
+    known: dict[str, tuple[RegionCandidates, RegionModes]] = {}
     for region in candidates:
+        if region.original in known and _is_copy(region, known[region.original][0]):
+            found.append(known[region.original][1].renamed(region.name_in_copy))
+            continue
         modes = [Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans]
         others = modes if region.optional else []
         kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
         first = [Mode(WHOLE)] if region.whole_first else []
         last = [Mode(WHOLE)] if region.optional and not region.whole_first else []
         found.append(RegionModes(region.region, (*first, *kept, *last)))
+        known[region.region] = region, found[-1]
     return tuple(found)
+
+
+def _is_copy(region: RegionCandidates, original: RegionCandidates) -> bool:
+    """Whether a region has the same ways to run as the one that it is equal to."""
+    ways = (original.optional, original.whole_first, len(original.plans))
+    return ways == (region.optional, region.whole_first, len(region.plans)) and all(
+        name == other and is_copy(plan, region.names, copy)
+        for (name, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
+    )
+
+
+def copied_nodes(
+    joint: JointGraph, candidates: Sequence[RegionCandidates]
+) -> dict[fx.Node, tuple[fx.Node, Mapping[str, str]]]:
+    """The nodes of regions that are equal to others: each with its original, and all names."""
+    node = joint.by_name
+    regions = {region.region: region for region in candidates}
+    return {
+        node[region.names[name]]: (node[name], region.names)
+        for region in candidates
+        if region.original in regions
+        for name in regions[region.original].members
+        if region.names[name] != name
+    }
 
 
 def _is_better(mode: Mode, other: Mode) -> bool:

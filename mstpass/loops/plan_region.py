@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph, nbytes, value_of
@@ -25,6 +26,7 @@ from mstpass.loops.chunk_length import (
     chunks_of_features,
     chunks_of_sections,
 )
+from mstpass.loops.copies import Names, Originals, renamed_plan
 from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
@@ -51,8 +53,14 @@ class RegionPlanner:
     """Makes the plans of one region; what several of them have in common is found once."""
 
     def __init__(self, joint: JointGraph, region: Region, options: Options):
-        self.facts, self.region, self.options = RegionFacts(joint, region), region, options
+        self.joint, self.region, self.options = joint, region, options
         self._loops: dict[tuple[str, frozenset[str]], RegionLoops] = {}
+        self._plans: dict[tuple[str, frozenset[str], str], ChunkPlan | Rejection] = {}
+
+    @functools.cached_property
+    def facts(self) -> RegionFacts:
+        """What all plans have in common."""
+        return RegionFacts(self.joint, self.region)
 
     @functools.cached_property
     def sections(self) -> Sections | Refusal:
@@ -74,6 +82,12 @@ class RegionPlanner:
             may_recompute: names of matmuls that backward may compute again in save mode.
             length: of the chunks, as in ``chunk_length``; with ``FEW``, sums are in 16 bits.
         """
+        key = mode, may_recompute, length
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key)
+        return self._plans[key]
+
+    def _plan(self, mode: str, may_recompute: frozenset[str], length: str) -> ChunkPlan | Rejection:
         sections = None
         if mode == MIXED:
             if isinstance(self.sections, Refusal):
@@ -202,9 +216,9 @@ class RegionPlanner:
     def _bytes_in_16_bits(self, plan: ChunkPlan) -> int:
         """Size of the 16-bit results that the loops sum over chunks."""
         names = {item.node for x in plan.loops for item in x.outputs if item.spec is None}
-        values = {name: value_of(self.facts.joint.by_name[name]) for name in names}
+        values = {name: value_of(self.joint.by_name[name]) for name in names}
         low = [name for name, v in values.items() if v is not None and v.dtype in LOW_PRECISION]
-        return sum(nbytes(self.facts.joint.by_name[name]) for name in low)
+        return sum(nbytes(self.joint.by_name[name]) for name in low)
 
     def _loops_of(
         self, mode: str, may_recompute: frozenset[str], sections: Sections | None
@@ -220,3 +234,39 @@ class RegionPlanner:
     def _rejection(self, reason: str) -> Rejection:
         region = self.region
         return Rejection("plan", region.name, reason, region.source, self.facts.bytes_before)
+
+
+class CopyPlanner(RegionPlanner):
+    """The plans of a region that is equal to another one but for its names."""
+
+    def __init__(self, region: Region, original: RegionPlanner, names: Names):
+        super().__init__(original.joint, region, original.options)
+        self.original, self.names = original, names
+        self._old_names = {new: old for old, new in names.items()}
+
+    @property
+    def has_sections(self) -> bool:
+        return self.original.has_sections
+
+    def _plan(self, mode: str, may_recompute: frozenset[str], length: str) -> ChunkPlan | Rejection:
+        old = frozenset(self._old_names[name] for name in may_recompute)
+        found = self.original.plan(mode, old, length)
+        if isinstance(found, Rejection):
+            return dataclasses.replace(found, node=self.region.name, source=self.region.source)
+        return renamed_plan(found, self.names, self.region)
+
+
+def planners_of(
+    joint: JointGraph, regions: Iterable[Region], options: Options
+) -> dict[Region, RegionPlanner]:
+    """A planner for each region: regions that are alike are planned once."""
+    originals = Originals(joint)
+    planners: dict[Region, RegionPlanner] = {}
+    for region in regions:
+        copy = originals.of(region)
+        if copy is None:
+            planners[region] = RegionPlanner(joint, region, options)
+        else:
+            original, names = copy
+            planners[region] = CopyPlanner(region, planners[original], names)
+    return planners

@@ -20,9 +20,9 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention, is_product
 from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
-from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
 from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
+from mstpass.graph.row_sums import ExponentialSum, exponential_sum
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count

@@ -13,7 +13,7 @@ A member's round is the largest number of times that a path to it from the regio
 the loops: to a node outside, or because a member needs a value *complete*: one that is reduced over
 all tokens, or that it reads in another way than chunk by chunk, as attention reads keys and values,
 and as what is computed token by token from their gradients reads these. A sum of exponentials and
-its maximum are found in one round (graph/exponential_sums.py).
+its maximum are found in one round (graph/row_sums.py).
 
 An output that a later round or a collective waits for is returned by the loop of its own round, so
 that a collective runs no later than in the graph without loops. All others are left to the last

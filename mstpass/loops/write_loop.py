@@ -31,8 +31,8 @@ from mstpass.loops.body.build import build_body, is_literal
 from mstpass.loops.body.key import body_key
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
-from mstpass.problem.problem import RECOMPUTED
-from mstpass.torch_internals.graphs import graph_module
+from mstpass.problem.problem import RECOMPUTED, loop_name, node_name, unfinished
+from mstpass.torch_internals.graphs import graph_module, rename
 
 aten = torch.ops.aten
 
@@ -84,7 +84,8 @@ class LoopWriter:
         sizes = (None if chunks.symbolic else chunks.count, chunks.length, num_tokens)
         module = self.builder.graph.get_attr(body.module)
         args = (module, *sizes, specs, tuple(sliced), tuple(whole))
-        call = self.builder.graph.call_function(mst_loop, args)
+        name = node_name(loop_name(loop.outputs[0].node))
+        call = self.builder.graph.create_node("call_function", mst_loop, args, name=name)
         call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
         tags = self._checkpoint_meta(loop)
         call.meta.update(tags or inside)
@@ -92,6 +93,7 @@ class LoopWriter:
         for position, item in enumerate(loop.outputs):
             result = self.builder.call(operator.getitem, call, position)
             result.meta.update(tags)
+            rename(result, node_name(unfinished(item.node)))
             results[self.joint.by_name[item.node]] = result
         return results
 
@@ -109,7 +111,7 @@ class LoopWriter:
         renewal.replaced(unit, one)
         for name in loop.prelude:
             node = self.joint.by_name[name]
-            copy = self.builder.graph.node_copy(node, extended.__getitem__)
+            copy = self.builder.copy(node, extended.__getitem__)
             renewal.renew(copy)
             extended[node] = copy
         return extended
@@ -213,7 +215,10 @@ class LoopWriter:
 
     # ---- results -------------------------------------------------------------------------------
     def finish(self, result: fx.Node, loop: LoopPlan, item: LoopOutput, env: Env) -> fx.Node:
-        """A result as the node that it stands for: scaled, cast, its dims in their places."""
+        """A result as the node that it stands for: scaled, cast, its dims in their places.
+
+        It has the name of that node.
+        """
         node = self.joint.by_name[item.node]
         value = value_of(node)
         assert value is not None, "the op gives one tensor"
@@ -237,6 +242,7 @@ class LoopWriter:
                 node, f"the loop returns shape {tuple(shape)}, not {tuple(value.shape)}"
             )
         result.meta.update(self._meta(result, node))
+        rename(result, node.name)
         return result
 
     def _meta(self, result: fx.Node, node: fx.Node) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -36,11 +36,11 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.sizes import generic
-from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
-from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec, group_of
+from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.tokens import Refusal, Spec, group_of
 from mstpass.normalize.parts import Parts
-from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
-from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN, anchors, widths
+from mstpass.normalize.token_window import Reading, readings, rows_taken
+from mstpass.regions.anchors import WIDEN, anchors, widths
 
 aten = torch.ops.aten
 MOST_PARTS = 16  # each is a product of its own, in the code of one loop or in a loop of its own
@@ -64,34 +64,6 @@ def next_divisions(joint: JointGraph, given_up: Container[str]) -> list[Division
         if parts is not None:
             return [Division(anchor.name, parts)]
     return []
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reading:
-    """A node of the forward that reads a wide value, and the token dims of both.
-
-    Attributes:
-        result: the node's token dims, or why it has none.
-    """
-
-    node: fx.Node
-    source: fx.Node
-    spec: Spec
-    result: Spec | Reduced | Refusal
-
-
-def _readings(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Iterator[_Reading]:
-    """What reads a product and the wide values that are made of it token by token, in order."""
-    specs: dict[fx.Node, Spec] = {anchor: spec}
-    for node in readers(joint, anchor, specs):
-        source = next((n for n in node.all_input_nodes if n in specs), None)
-        if source is None or node in joint.backward or node.op != "call_function":
-            continue
-        result = ops.result_spec(node, source, specs[source])
-        yield _Reading(node, source, specs[source], result)
-        if isinstance(result, tuple) and result != WHOLE:
-            if numel(node) >= WIDE_OF_ANCHOR * numel(anchor):
-                specs[node] = result
 
 
 # ---- windows that meet ---------------------------------------------------------------------------
@@ -142,9 +114,9 @@ def _with_meeting_windows(joint: JointGraph) -> list[Division]:
 def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
     """The windows of what is made of a product; None if they do not tile its rows."""
     taken: dict[fx.Node, _Window] = {}
-    for reading in _readings(joint, anchor, spec):
-        rows = _rows_taken(reading)
-        if rows is not None:
+    for reading in readings(joint, anchor, spec):
+        rows = rows_taken(reading.node)
+        if rows is not None and rows[0] in reading.spec:
             window = _window(reading, *rows)
             if window is None:
                 return None
@@ -161,31 +133,12 @@ def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
     return _Windows(anchor, parts, taken)
 
 
-def _rows_taken(reading: _Reading) -> tuple[int, range] | None:
-    """The token dim along which a node takes rows, and which rows, at the generic point."""
-    node, shape = reading.node, shape_of(reading.source)
-    if node.target is aten.slice.Tensor:
-        dim = sliced_dim(node)
-        bounds = [b.meta["val"] if isinstance(b, fx.Node) else b for b in slice_bounds(node)]
-        bounds = [None if bound is None else generic(bound) for bound in bounds]
-        rows = range(*slice(*bounds).indices(shape[dim]))
-    elif node.target is aten.select.int:
-        (dim,) = dims_of(node, len(shape), "dim")
-        index = argument(node, "index")
-        if not isinstance(index, int):
-            return None
-        rows = range(index % shape[dim], index % shape[dim] + 1)
-    else:
-        return None
-    return (dim, rows) if dim in reading.spec else None
-
-
-def _window(reading: _Reading, dim: int, rows: range) -> _Window | None:
+def _window(reading: Reading, dim: int, rows: range) -> _Window | None:
     """The window with these rows of a token dim; None if it is none of several that tile it."""
     spec, size = reading.spec, shape_of(reading.source)[dim]
     if list(spec) != sorted(spec) or rows.start >= rows.stop:
         return None
-    length = (rows.stop - rows.start + rows.step - 1) // rows.step
+    length = len(rows)
     if rows.step == 1 and dim == spec[0]:
         if size % length or rows.start % length:
             return None
@@ -204,7 +157,7 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
     feature = 0 if spec == (1,) and len(shape) == 2 else len(shape) - 1
     merged = False
     shown = {anchor: feature}  # the dim of all features
-    for reading in _readings(joint, anchor, spec):
+    for reading in readings(joint, anchor, spec):
         node, source = reading.node, reading.source
         if not ops.is_reshape(node):
             continue

@@ -17,13 +17,13 @@ from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
 from mstpass.normalize.downstream import downstream
 from mstpass.normalize.parts import (
-    TAKERS,
     WRITERS,
     Parts,
     parts_after_view,
     picked,
     written_parts,
 )
+from mstpass.normalize.token_window import TAKERS
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten

@@ -43,10 +43,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.order import Circle
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.normalize.lanes import (
@@ -58,6 +56,7 @@ from mstpass.normalize.lanes import (
     sink_of,
     static_windows,
 )
+from mstpass.normalize.partial import replace_alike
 from mstpass.normalize.product_windows import next_product_windows
 from mstpass.normalize.window_group import WindowGroup
 
@@ -162,7 +161,7 @@ class _Writer:
         readers: dict[fx.Node, None] = {}
         with self.builder.graph.inserting_before(self.joint.output):
             for lanes in self.groups:
-                group = WindowGroup(self.joint, self.builder, self.windows, lanes)
+                group = WindowGroup(self.rewriting, self.windows, lanes)
                 for demands in zip(*(lane.demands for lane in lanes), strict=True):
                     here = [self._node(demand.node) for demand in demands]
                     if demands[0].kind == "window":
@@ -228,15 +227,10 @@ class _Writer:
             before = math.prod(shape_of(first)[: group.cone[first][0]])
             if before != math.prod(value.shape[: sink.first]):
                 raise CannotTake(first, "is written to other dims")
-            whole = group.on_grid(group.merged(first), first)
-            whole = group.sizes.reshaped(whole, list(value.shape))
+            whole = group.sizes.reshaped(group.merged([first]), list(value.shape))
             if len(of_group) < len(group.lanes) or not group.has_all_tokens:
                 mask = group.sizes.reshaped(group.mask(of_group), self._mask_shape(sink, value))
-                rest = result
-                if rest is None:
-                    rest = self.builder.call(
-                        aten.full.default, [], 0, dtype=value.dtype, device=value.device
-                    )
+                rest = self.builder.filled([], 0, value) if result is None else result
                 whole = self.builder.call(aten.where.self, mask, whole, rest)
             result = whole
         assert result is not None, "the result is known"
@@ -248,9 +242,5 @@ class _Writer:
         return [*[1] * sink.first, *grid, *[1] * after]
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        value, other = old.meta["val"], new.meta["val"]
-        if not same_shape(value.shape, other.shape) or value.dtype != other.dtype:
-            raise CannotTake(old, f"on all tokens it has shape {tuple(other.shape)}")
         self.changed.update(user.name for user in old.users)
-        new.meta = {**replacement_meta(old), **new.meta}
-        self.rewriting.replace(old, new)
+        replace_alike(self.rewriting, old, new)

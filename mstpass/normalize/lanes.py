@@ -26,17 +26,22 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.sizes import generic_shape, is_static
-from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.sizes import generic_shape, is_size, is_static
+from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.parts import Parts, parts_after_view
-from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
+from mstpass.normalize.token_window import (
+    SCATTERS,
+    TAKERS,
+    readings,
+    rows_taken,
+    scattered_source,
+)
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
-_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,24 +107,16 @@ class Lane:
 def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
     """The windows of a wide value that was not tried yet."""
     for anchor, spec in joint.cached(anchors):
-        specs = {anchor: spec}
-        found: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
-        wide_numel = WIDE_OF_ANCHOR * numel(anchor)
-        for node in readers(joint, anchor, specs):
-            source = next((n for n in node.all_input_nodes if n in specs), None)
-            if source is None or node in joint.backward or node.op != "call_function":
-                continue
-            item = item_of(node, source, specs[source])
+        found: dict[tuple[fx.Node, Spec, int], list[tuple[fx.Node, int, int]]] = {}
+        for reading in readings(joint, anchor, spec):
+            item = item_of(reading.node, reading.source, reading.spec)
             if item is not None:
                 axis, start, stop = item
-                found.setdefault((source, axis), []).append((node, start, stop))
-                continue
-            result = ops.result_spec(node, source, specs[source])
-            if isinstance(result, tuple) and result != WHOLE and numel(node) >= wide_numel:
-                specs[node] = result
-        for (source, axis), items in found.items():
+                place = reading.source, reading.spec, axis
+                found.setdefault(place, []).append((reading.node, start, stop))
+        for (source, held, axis), items in found.items():
             if source.name not in given_up:
-                return Windows(source, specs[source], axis, wide_numel, tuple(items))
+                return Windows(source, held, axis, WIDE_OF_ANCHOR * numel(anchor), tuple(items))
     return None
 
 
@@ -128,23 +125,13 @@ def item_of(node: fx.Node, source: fx.Node, spec: Spec) -> tuple[int, int, int] 
     value = value_of(source)
     if value is None or not is_static(value) or list(spec) != sorted(spec):
         return None
-    if node.target is aten.slice.Tensor and sliced_dim(node) in spec:
-        start, stop, step = slice_bounds(node)
-        if not all(bound is None or isinstance(bound, int) for bound in (start, stop, step)):
-            return None
-        size = value.shape[sliced_dim(node)]
-        first, last, _ = slice(start, stop).indices(size)
-        whole = (first, last) == (0, size)
-        if step not in (None, 1) or last <= first or whole:
-            return None
-        return spec.index(sliced_dim(node)), first, last
-    if node.target is aten.select.int:
-        (dim,) = dims_of(node, value.dim(), "dim")
-        index = argument(node, "index")
-        if dim in spec and len(spec) > 1 and isinstance(index, int):
-            index %= value.shape[dim]
-            return spec.index(dim), index, index + 1
-    return None
+    taken = rows_taken(node) if node.target in TAKERS and node.all_input_nodes == [source] else None
+    if taken is None or taken[0] not in spec or taken[1].step != 1 or not taken[1]:
+        return None
+    dim, rows = taken
+    if len(rows) == value.shape[dim] or (node.target is aten.select.int and len(spec) == 1):
+        return None
+    return spec.index(dim), rows.start, rows.stop
 
 
 def item_spec(node: fx.Node, windows: Windows) -> Spec:
@@ -251,14 +238,10 @@ def _made_of(lane: Lane, node: fx.Node) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node, lane: Lane) -> Any:
-    if node not in lane.cone and is_item_op(node):  # of another value
+    if node not in lane.cone and node.target in TAKERS:  # of another value
         return node.args[:1], node.kwargs
     position = ops.row(node).shape_arg
     return tuple(None if i == position else arg for i, arg in enumerate(node.args)), node.kwargs
-
-
-def is_item_op(node: fx.Node) -> bool:
-    return node.target in (aten.slice.Tensor, aten.select.int)
 
 
 # ---- where a gradient is written -----------------------------------------------------------------
@@ -277,7 +260,7 @@ class Sink:
 
 
 def _is_sink(node: fx.Node, windows: Windows) -> bool:
-    written = node.target in _SCATTERS and linearity.is_zero(node.args[0])
+    written = node.target in SCATTERS and linearity.is_zero(node.args[0])
     if not written and node.target is not aten.cat.default:
         return False
     try:
@@ -303,22 +286,15 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
                 raise CannotTake(reader, "writes at a symbolic place")
             pieces.append((piece, start, stop))
         return Sink(sink, parts.dim - axis, tuple(pieces))
-    source, shape = reader.args[1], shape_of(reader)
-    assert isinstance(source, fx.Node), "the source is a node"
-    (dim,) = dims_of(reader, len(shape), "dim")
-    if reader.target is aten.select_scatter.default:
-        start = argument(reader, "index") % shape[dim]
-        stop = start + 1
-    else:
-        bounds = slice_bounds(reader)
-        if not all(bound is None or isinstance(bound, int) for bound in bounds):
-            raise CannotTake(reader, "writes at a symbolic place")
-        if bounds[2] not in (None, 1):
-            raise CannotTake(reader, "writes every second token")
-        start, stop, _ = slice(*bounds[:2]).indices(shape[dim])
-    if not _has_grid(shape, dim - axis, grid):
+    taken = rows_taken(reader)
+    if taken is None or any(map(is_size, reader.all_input_nodes)):
+        raise CannotTake(reader, "writes at a symbolic place")
+    dim, rows = taken
+    if rows.step != 1:
+        raise CannotTake(reader, "writes every second token")
+    if not _has_grid(shape_of(reader), dim - axis, grid):
         raise CannotTake(reader, "writes to other dims")
-    return Sink(reader, dim - axis, ((source, start, stop),))
+    return Sink(reader, dim - axis, ((scattered_source(reader), rows.start, rows.stop),))
 
 
 def _after_views(cat: fx.Node, grid: list[int], axis: int) -> tuple[fx.Node, Parts]:

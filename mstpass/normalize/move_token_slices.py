@@ -14,42 +14,37 @@ same, except for the order of the sums over tokens.
 
 Terms:
     *window*: the tokens that the slice, or the vector of numbers, selects (token_window.py).
-    *small value*: a value for the tokens of the window alone, in chunk form (tokens.py): all of its
-        tokens are in one dim.
+    *small value*: a value for the tokens of the window alone (partial.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from typing import Any
+from collections.abc import Container, Mapping
 
-import torch
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import linearity, ops
 from mstpass.graph.builder import UnknownSize
-from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, descendants, numel, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, chunk_shape
-from mstpass.normalize.scattered_gradients import scattered_gradients
+from mstpass.graph.sizes import generic, generic_shape
+from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
+from mstpass.normalize.partial import Chosen, Partial, replace_alike
 from mstpass.normalize.token_window import (
     Choice,
-    SlicedMatmul,
-    are_distinct,
-    first_sliced_matmul,
+    choice_of,
+    choices,
     grid_spec,
+    is_scatter,
     row_index,
     scattered_source,
     slice_bounds,
 )
-from mstpass.regions.anchors import WIDE_OF_ANCHOR
-from mstpass.walk import needed_first
-
-aten = torch.ops.aten
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+from mstpass.walk import walk_once
 
 
 def move_slices(joint: JointGraph) -> Rewritten:
@@ -64,159 +59,128 @@ def move_slices(joint: JointGraph) -> Rewritten:
     """
     moved: set[str] = set()
     given_up: set[str] = set()
-    while (sliced := first_sliced_matmul(joint, given_up)) is not None:
+    while (sliced := _first_sliced_matmul(joint, given_up)) is not None:
         try:
-            joint, name = _SliceMover(joint, sliced.window).move(sliced)
+            joint, name = _SliceMover(joint, sliced).move()
             moved.add(name)
         except (CannotTake, UnknownSize):
             given_up.add(sliced.matmul.name)
     return joint, frozenset(moved)
 
 
-class _SliceMover:
+@dataclasses.dataclass(frozen=True)
+class _SlicedMatmul:
+    """A matmul that widens, of whose result only one choice of tokens is used.
+
+    Attributes:
+        spec: the token dims of the matmul's result.
+        slices: the slices, or the selections, of the result or of wide values computed from it.
+    """
+
+    matmul: fx.Node
+    spec: Spec
+    window: Choice
+    slices: list[fx.Node]
+
+
+def _first_sliced_matmul(joint: JointGraph, excluded: Container[str]) -> _SlicedMatmul | None:
+    """The largest such matmul whose name is not excluded; None if there is none."""
+    for anchor, spec in joint.cached(anchors):
+        slices = [] if anchor.name in excluded else choices(joint, anchor, spec)
+        windows = {choice_of(node, source_spec) for node, source_spec in slices}
+        window = windows.pop() if len(windows) == 1 else None
+        if window is not None:
+            return _SlicedMatmul(anchor, spec, window, [node for node, _ in slices])
+    return None
+
+
+class _SliceMover(Partial):
     """Moves the slices of one matmul, all with the same window, in a copy of the graph."""
 
-    def __init__(self, joint: JointGraph, window: Choice):
-        self.rewriting, self.window = Rewriting(joint), window
-        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
-        self.sizes = self.rewriting.sizes
-        # The window as it is written in the graph: sizes before and after the slice, and bounds.
-        self.grid: list[Size] = []
-        self.window_grid: list[Size] = []
-        self.bounds: list[Any] = []  # of a slice
-        self.rows: fx.Node | None = None  # the numbers of the rows, where the window has such
-        self.small: dict[tuple[fx.Node, Spec], fx.Node] = {}
-        self.scattered: dict[fx.Node, Spec] = {}  # gradients that are zero outside of the window
-        self.scatters: set[fx.Node] = set()  # those of them that write the window into zeros
-        self.wide_numel = 0.0
-        self.derived: set[fx.Node] = set()  # the matmul and all nodes that depend on it
+    def __init__(self, joint: JointGraph, sliced: _SlicedMatmul):
+        rewriting = Rewriting(joint)
+        by_name, self.choice = rewriting.joint.by_name, sliced.window
+        self.matmul, self.spec = by_name[sliced.matmul.name], sliced.spec
+        self.slices = [by_name[node.name] for node in sliced.slices]
+        self.wide_numel = WIDE_OF_ANCHOR * numel(self.matmul)
+        self.derived = descendants([self.matmul])  # and itself
+        first = self.slices[0]
+        spec, rows = self._source_spec(first), row_index(first)
+        super().__init__(rewriting, [first.meta["val"].shape[d] for d in spec])
+        self.every = [first.all_input_nodes[0].meta["val"].shape[d] for d in spec]
+        bounds = slice_bounds(first)[:2] if rows is None else []
+        self.chosen = Chosen(self.grid, self.choice.axis, bounds, rows)
+        if rows is not None:
+            for reader in rows.users:
+                self.sizes.learn(reader)
+            with rewriting.graph.inserting_before(first):
+                self.sizes.learn_dim(rows, 0)
+        # gradients that are zero outside of the window, and those that write it into zeros
+        self.scattered, self.scatters = _scattered_gradients(
+            self.joint, self.choice, self.wide_numel
+        )
 
-    def move(self, sliced: SlicedMatmul) -> tuple[JointGraph, str]:
+    def move(self) -> tuple[JointGraph, str]:
         """The new graph, and the name of the smaller matmul in it.
 
         Raises:
             CannotTake: tokens outside of the window are used as well.
             UnknownSize: a symbolic size cannot be written.
         """
-        graph = self.joint.module.graph
-        matmul = self.joint.by_name[sliced.matmul.name]
-        self.wide_numel = WIDE_OF_ANCHOR * numel(matmul)
-        self.derived = descendants([matmul])
-        slices = [self.joint.by_name[node.name] for node in sliced.slices]
-        self._read_window(slices[0])
-        self.scattered, self.scatters = scattered_gradients(
-            self.joint, self.window, self.wide_numel
-        )
         # One pass in the graph's order: a small value, computed where it is first needed, is then
         # there for all that need it later. Slices may stand between gradients that read the same
         # values, as the derivative of an activation is computed there, of forward values alone.
         for node in self.joint.nodes:
-            with graph.inserting_before(node):
-                if node in slices:
-                    small = self._small(node.all_input_nodes[0], self._source_spec(node))
-                    self._replace(node, self.sizes.reshaped(small, list(node.meta["val"].shape)))
+            with self.rewriting.graph.inserting_before(node):
+                if node in self.slices:
+                    small = self.value(node.all_input_nodes[0], self._source_spec(node))
+                    shape = list(node.meta["val"].shape)
+                    replace_alike(self.rewriting, node, self.sizes.reshaped(small, shape))
                 else:
                     self._use_small_gradients(node)
-        moved = self.small.get((matmul, sliced.spec))
+        moved = self.known.get((self.matmul, self.spec))
         new = self.rewriting.finished()
-        if moved is None or any(n is matmul for n in new.nodes):
-            raise CannotTake(matmul, "the tokens that a slice drops are used as well")
+        if moved is None or any(n is self.matmul for n in new.nodes):
+            raise CannotTake(self.matmul, "the tokens that a slice drops are used as well")
         return new, moved.name
-
-    def _read_window(self, node: fx.Node) -> None:
-        """Note the sizes and the bounds as one of the slices has them."""
-        spec = self._source_spec(node)
-        self.grid = [node.all_input_nodes[0].meta["val"].shape[d] for d in spec]
-        self.window_grid = [node.meta["val"].shape[d] for d in spec]
-        self.rows = row_index(node)
-        if self.rows is None:
-            self.bounds = slice_bounds(node)[:2]
-            return
-        for reader in self.rows.users:
-            self.sizes.learn(reader)
-        with self.joint.module.graph.inserting_before(node):
-            self.sizes.learn_dim(self.rows, 0)
 
     def _source_spec(self, node: fx.Node) -> Spec:
         """The token dims of the value that a slice reads, which have the sizes of the grid."""
         source = value_of(node.all_input_nodes[0])
         assert source is not None, "the source is known"
-        window = self.window
+        window = self.choice
         spec = grid_spec(node, generic_shape(source), window.grid, window.axis)
         if spec is None:
             raise CannotTake(node, "its token dims are not those of the window")
         return spec
 
     # ---- small values: those of the window's tokens ---------------------------------------------
-    def _small(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The small value of a node, computed before the current place in the graph."""
-        if spec == WHOLE:
-            return node
-        for one, held in needed_first((node, spec), self._needed, self.small):
-            if one in self.scatters:
-                small = self._flattened(scattered_source(one), one, held)
-            elif self._is_computed(one):
-                tokens = math.prod(self.window_grid)
-                small = add_chunk(self.builder, one, held, tokens, self._operand, self.sizes)
-                _pass_on_meta(one, small)
-            else:
-                small = self._sliced(one, held)
-            self.small[one, held] = small
-        return self.small[node, spec]
-
-    def _is_computed(self, node: fx.Node) -> bool:
-        return node in self.scattered or self._must_recompute(node)
-
-    def _needed(self, key: tuple[fx.Node, Spec]) -> list[tuple[fx.Node, Spec]]:
-        """The small values that one is computed from."""
-        node, spec = key
-        needs = ops.operand_specs(node, spec)
-        if node in self.scatters or not self._is_computed(node) or isinstance(needs, Refusal):
-            return []
-        return [(n, s) for n, s in needs.items() if s != WHOLE and not is_size(n)]
-
-    def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
-        return node if is_size(node) or spec == WHOLE else self.small[node, spec]
+    def is_given(self, node: fx.Node, spec: Spec) -> bool:
+        computed = node in self.scattered or self._must_recompute(node)
+        return node in self.scatters or not computed
 
     def _must_recompute(self, node: fx.Node) -> bool:
         """Whether to compute the small value anew instead of slicing the node's value.
 
         No node may need wide values, or values that depend on the matmul, for all tokens.
         """
-        if self.rows is not None and ops.is_cheap_view(node):  # to select copies, to slice does not
+        if self.chosen.rows is not None and ops.is_cheap_view(node):  # to select copies
             return True
         if node.target is operator.getitem:  # the small results of an op, such as attention, exist
             return node in self.derived
         wide = numel(node) >= self.wide_numel and not isinstance(ops.lookup(node), Refusal)
         return wide or node in self.derived
 
-    def _sliced(self, node: fx.Node, spec: Spec) -> fx.Node:
-        grid = self._on_grid(node, spec)
-        dim = min(spec) + self.window.axis
-        if self.rows is None:
-            small = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
-        else:
-            small = self.builder.call(aten.index.Tensor, grid, [*[None] * dim, self.rows])
-        return self._flattened(small, node, spec)
-
-    def _on_grid(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The value with one dim for each token dim of the grid, next to each other."""
-        shape = list(node.meta["val"].shape)
-        sizes = [generic(size) for size in shape]
-        held = [sizes[d] for d in spec]
-        between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
-        apart = 1 not in (len(spec), len(self.window.grid))
-        merged = not apart and math.prod(held) == math.prod(self.window.grid)
-        if not merged and held != list(self.window.grid):
+    def given(self, node: fx.Node, spec: Spec) -> fx.Node:
+        if node in self.scatters:
+            return self.in_chunk_form(scattered_source(node), node, spec)
+        held, window = [generic(node.meta["val"].shape[d]) for d in spec], list(self.choice.grid)
+        merged = 1 in (len(spec), len(window)) and math.prod(held) == math.prod(window)
+        if not merged and held != window:
             raise CannotTake(node, "its token dims differ from those of the slice")
-        if any(sizes[d] != 1 for d in between) or list(spec) != sorted(spec):
-            raise CannotTake(node, "its token dims are not adjacent")
-        return self.sizes.reshaped(node, [*shape[: spec[0]], *self.grid, *shape[spec[-1] + 1 :]])
-
-    def _flattened(self, small: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
-        """The window's tokens of a node's value, in chunk form (tokens.py)."""
-        shape, tokens = node.meta["val"].shape, math.prod(self.window_grid)
-        return self.sizes.reshaped(small, chunk_shape(shape, spec, tokens))
+        every = self.on_grid(node, node, spec, self.every)
+        small = self.chosen.take(self.builder, every, spec[0] + self.chosen.axis)
+        return self.in_chunk_form(small, node, spec)
 
     # ---- backward: scattered gradients ----------------------------------------------------------
     def _use_small_gradients(self, node: fx.Node) -> None:
@@ -234,49 +198,77 @@ class _SliceMover:
             else ops.result_spec(node, operands[0], self.scattered[operands[0]])
         )
         if result == SUM:
-            self._replace(node, self._sum(node, operands[0]))
+            total = self.summed(node, operands[0], self.scattered[operands[0]])
+            replace_alike(self.rewriting, node, total)
             return
         for operand in operands:
             if value_of(operand) is None or numel(operand) >= self.wide_numel:
                 reason = result.reason if isinstance(result, Refusal) else "is not linear in it"
                 raise CannotTake(node, f"reads a wide gradient of sliced tokens: {reason}")
-            scattered = self._scatter(operand, self.scattered[operand])
-            self.rewriting.replace(operand, scattered, [node])
-
-    def _sum(self, node: fx.Node, operand: fx.Node) -> fx.Node:
-        required = ops.sum_operands(node, operand, self.scattered[operand])
-        small = {n: self._small(n, spec) for n, spec in required.items()}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: small.get(n, n))
-        return self.builder.call(node.target, *args, **kwargs)
-
-    def _scatter(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The small value of a gradient, written into zeros for all tokens."""
-        value = node.meta["val"]
-        small = self._small(node, spec)
-        shape = list(value.shape)
-        before, after = shape[: spec[0]], shape[spec[-1] + 1 :]
-        source = self.sizes.reshaped(small, [*before, *self.window_grid, *after])
-        zeros = self.builder.call(
-            aten.full.default,
-            self.sizes.arguments([*before, *self.grid, *after]),
-            0,
-            dtype=value.dtype,
-            device=value.device,
-        )
-        return self.sizes.reshaped(self._put(zeros, source, spec[0] + self.window.axis), shape)
-
-    def _put(self, zeros: fx.Node, source: fx.Node, dim: int) -> fx.Node:
-        if self.rows is None:
-            return self.builder.call(aten.slice_scatter.default, zeros, source, dim, *self.bounds)
-        indices, adds = [*[None] * dim, self.rows], not are_distinct(self.rows)
-        return self.builder.call(aten.index_put.default, zeros, indices, source, adds)
-
-    def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        if not same_shape(new.meta["val"].shape, node.meta["val"].shape):
-            raise CannotTake(node, f"moved, it has shape {tuple(new.meta['val'].shape)}")
-        _pass_on_meta(node, new)
-        self.rewriting.replace(node, new)
+            spec = self.scattered[operand]
+            padded = self.padded(self.value(operand, spec), operand, spec, self.chosen, self.every)
+            again = self.sizes.reshaped(padded, list(operand.meta["val"].shape))
+            self.rewriting.replace(operand, again, [node])
 
 
-def _pass_on_meta(old: fx.Node, new: fx.Node) -> None:
-    new.meta = {**replacement_meta(old), **new.meta}
+# ---- gradients that are zero outside of the window -----------------------------------------------
+# The backward of ``y = x[:, :-1]`` *scatters* the gradient of y into zeros of the shape of x; that
+# of ``y = x[rows]`` adds it to the rows of such zeros. Every value that is computed from the result
+# by ops that are linear and token-parallel is also zero outside of the window, so it need not be
+# computed there.
+def _scatter_spec(node: fx.Node, window: Choice, wide_numel: float) -> Spec | None:
+    """The token dims of a wide value that a node makes by scattering the window into zeros.
+
+    None if the node is no such scatter.
+    """
+    if not is_scatter(node) or not linearity.is_zero(node.args[0]):
+        return None
+    value = value_of(node)
+    if value is None or numel(node) < wide_numel:
+        return None
+    spec = grid_spec(node, generic_shape(value), window.grid, window.axis)
+    return spec if spec is not None and choice_of(node, spec) == window else None
+
+
+def _scattered_gradients(
+    joint: JointGraph, window: Choice, wide_numel: float
+) -> tuple[dict[fx.Node, Spec], set[fx.Node]]:
+    """The backward values that are zero outside of the window.
+
+    Narrow values count only if they read wide ones or lead to them.
+
+    Returns:
+        The token dims of each value, and those of the values that are the scatters themselves.
+    """
+    specs: dict[fx.Node, Spec] = {}
+    scatters: set[fx.Node] = set()
+    for node in joint.nodes:
+        if node not in joint.backward or node.op != "call_function":
+            continue
+        spec = _scatter_spec(node, window, wide_numel)
+        if spec is not None:
+            scatters.add(node)
+        else:
+            spec = _spec_if_zero_outside(node, specs)
+        if spec is not None:
+            specs[node] = spec
+    wide = {node for node in specs if numel(node) >= wide_numel}
+    operands = lambda node: (n for n in node.all_input_nodes if n in specs)
+    reading_wide = (node for node in specs if not wide.isdisjoint((node, *node.all_input_nodes)))
+    kept = set(walk_once(reading_wide, operands))
+    return {node: spec for node, spec in specs.items() if node in kept}, scatters
+
+
+def _spec_if_zero_outside(node: fx.Node, specs: Mapping[fx.Node, Spec]) -> Spec | None:
+    """The token dims of a node that is linear in operands that are zero outside; else None."""
+    operands = {i for i in node.all_input_nodes if i in specs}
+    if not operands or not ops.row(node).is_linear(node, operands):
+        return None
+    operand = next(iter(operands))
+    result = ops.result_spec(node, operand, specs[operand])
+    if not isinstance(result, tuple):
+        return None
+    required = ops.operand_specs(node, result)
+    if isinstance(required, Refusal) or any(required[i] != specs[i] for i in operands):
+        return None
+    return result

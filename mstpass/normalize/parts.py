@@ -15,14 +15,12 @@ from torch import fx
 
 from mstpass.graph.linearity import is_zero
 from mstpass.graph.sizes import Size, generic, generic_shape
-from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import group_of
-from mstpass.normalize.token_window import slice_bounds, sliced_dim
+from mstpass.normalize.token_window import SCATTERS, TAKERS, rows_taken, scattered_source
 
 aten = torch.ops.aten
-TAKERS = (aten.select.int, aten.slice.Tensor)
-_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
-WRITERS = (aten.cat.default, *_SCATTERS)
+WRITERS = (aten.cat.default, *SCATTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +121,7 @@ def _quotient(size: Size, by: Size) -> Size:
 
 def picked(node: fx.Node, parts: Parts) -> int | None:
     """The number of the part that a ``select`` or ``slice`` takes; None if it takes none."""
-    if node.target is aten.select.int:
-        (dim,) = dims_of(node, len(shape_of(node.all_input_nodes[0])), "dim")
-        if dim != parts.dim:
-            return None
-        return _selected(node, parts)
-    if node.target is aten.slice.Tensor and sliced_dim(node) == parts.dim:
-        return _sliced(node, shape_of(node.all_input_nodes[0])[parts.dim], parts)
-    return None
+    return _part_at(node, parts) if node.target in TAKERS else None
 
 
 def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
@@ -142,17 +133,8 @@ def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
         pieces: Any = node.args[0]
         sizes = tuple(shape_of(piece)[dim] for piece in pieces) if dim == parts.dim else ()
         return dict(enumerate(pieces)) if Parts(dim, sizes).fits(parts) else None
-    if node.target not in _SCATTERS or not is_zero(node.args[0]):
-        return None
-    number = None
-    if node.target is aten.select_scatter.default:
-        (dim,) = dims_of(node, len(shape_of(node)), "dim")
-        number = _selected(node, parts) if dim == parts.dim else None
-    elif sliced_dim(node) == parts.dim:
-        number = _sliced(node, shape_of(node)[parts.dim], parts)
-    source = node.args[1]
-    assert isinstance(source, fx.Node), "the source is a node"
-    return None if number is None else {number: source}
+    number = _part_at(node, parts) if is_zero(node.args[0]) else None
+    return None if number is None else {number: scattered_source(node)}
 
 
 def _size(node: fx.Node, dim: int) -> int | None:
@@ -160,18 +142,7 @@ def _size(node: fx.Node, dim: int) -> int | None:
     return shape[dim] if dim < len(shape) else None
 
 
-def _selected(node: fx.Node, parts: Parts) -> int | None:
-    index = argument(node, "index")
-    if not isinstance(index, int):
-        return None
-    start = index % sum(map(generic, parts.sizes))
-    return parts.number_of(range(start, start + 1))
-
-
-def _sliced(node: fx.Node, size: int, parts: Parts) -> int | None:
-    return parts.number_of(range(*slice(*map(_number, slice_bounds(node))).indices(size)))
-
-
-def _number(given: Any) -> int | None:
-    value = given.meta["val"] if isinstance(given, fx.Node) else given
-    return None if value is None else generic(value)
+def _part_at(node: fx.Node, parts: Parts) -> int | None:
+    """The number of the part that an op takes or writes."""
+    dim, rows = rows_taken(node) or (None, range(0))
+    return parts.number_of(rows) if dim == parts.dim else None

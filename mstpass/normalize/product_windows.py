@@ -19,10 +19,10 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.arguments import dims_of, shape_of
+from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
-from mstpass.normalize.lanes import Windows, is_item_op, item_of
-from mstpass.normalize.token_window import sliced_dim
+from mstpass.normalize.lanes import Windows, item_of
+from mstpass.normalize.token_window import TAKERS, taken_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def _item(product: fx.Node, spec: Spec) -> tuple[fx.Node, Spec] | None:
     if len(tokens) != 1:
         return None
     node, spec = tokens[0], needs[tokens[0]]
-    while not is_item_op(node):
+    while node.target not in TAKERS:
         if not (ops.is_cheap_view(node) or ops.is_copy(node)) or not node.all_input_nodes:
             return None
         needs = ops.operand_specs(node, spec)
@@ -76,7 +76,7 @@ def _item(product: fx.Node, spec: Spec) -> tuple[fx.Node, Spec] | None:
         if isinstance(needs, Refusal):
             return None
         spec = needs[node]
+    dim = taken_dim(node)
     if node.target is aten.select.int:
-        (dim,) = dims_of(node, len(shape_of(node.all_input_nodes[0])), "dim")
-        return node, tuple(sorted((dim, *(d + (d >= dim) for d in spec))))
-    return node, tuple(sorted({sliced_dim(node), *spec}))
+        spec = tuple(d + (d >= dim) for d in spec)
+    return node, tuple(sorted({dim, *spec}))

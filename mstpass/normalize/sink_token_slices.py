@@ -22,28 +22,19 @@ Pseudo-code::
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import contextlib
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import UnknownSize
-from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import Size, is_size
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
-from mstpass.normalize.token_window import (
-    slice_bounds,
-    sliced_dim,
-    slices_over_tokens,
-    window_of,
-)
+from mstpass.graph.tokens import WHOLE, CannotTake, Spec
+from mstpass.normalize.partial import Chosen, Partial, replace_alike
+from mstpass.normalize.token_window import choice_of, choices, slice_bounds, taken_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
-from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 
@@ -60,64 +51,60 @@ def sink_slices(joint: JointGraph) -> Rewritten:
     while (found := _next_slice(joint, given_up)) is not None:
         sliced, spec, wide_numel = found
         given_up.add(sliced.name)
-        try:
-            sinker = _SliceSinker(joint, sliced.name, spec)
-            joint, names = sinker.sink(wide_numel)
+        with contextlib.suppress(CannotTake, UnknownSize):
+            new, names = _SliceSinker(joint, sliced.name, spec).sink(wide_numel)
             sunk |= names
-            given_up |= sinker.windows  # they slice narrow values, and would move on for ever
-        except (_Stays, CannotTake, UnknownSize):
-            pass
+            given_up |= new.by_name.keys() - joint.by_name.keys()  # they would move on for ever
+            joint = new
     return joint, frozenset(sunk)
-
-
-class _Stays(Exception):
-    """What is made from a slice cannot be computed for all tokens."""
 
 
 def _next_slice(joint: JointGraph, given_up: set[str]) -> tuple[fx.Node, Spec, float] | None:
     """A slice that was not tried yet, the spec of what it slices, and what is wide there."""
     for anchor, spec in joint.cached(anchors):
-        for sliced, source_spec in slices_over_tokens(joint, anchor, spec):
-            if sliced.name not in given_up and window_of(sliced, source_spec) is not None:
+        for sliced, source_spec in choices(joint, anchor, spec):
+            if sliced.target is not aten.slice.Tensor or sliced.name in given_up:
+                continue
+            if choice_of(sliced, source_spec) is not None:
                 return sliced, source_spec, WIDE_OF_ANCHOR * numel(anchor)
     return None
 
 
-class _SliceSinker:
-    """Moves one slice, in a copy of the graph."""
+class _SliceSinker(Partial):
+    """Moves one slice, in a copy of the graph: what is made from it has all tokens.
+
+    Attributes:
+        cone: the values made from the slice, with their token dims.
+    """
 
     def __init__(self, joint: JointGraph, name: str, spec: Spec):
-        self.rewriting = Rewriting(joint)
-        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
-        self.sizes = self.rewriting.sizes
-        self.sliced = self.joint.by_name[name]
+        rewriting = Rewriting(joint)
+        self.sliced = rewriting.joint.by_name[name]
         self.source = self.sliced.all_input_nodes[0]
-        _check_adjacent(spec)
-        self.grid: list[Size] = [self.source.meta["val"].shape[dim] for dim in spec]
-        self.window_grid: list[Size] = [self.sliced.meta["val"].shape[dim] for dim in spec]
-        self.axis = sliced_dim(self.sliced) - spec[0]
-        self.bounds: list[Any] = slice_bounds(self.sliced)[:2]
+        super().__init__(rewriting, [self.source.meta["val"].shape[dim] for dim in spec])
+        grid = [self.sliced.meta["val"].shape[dim] for dim in spec]
+        axis = spec.index(taken_dim(self.sliced))
+        self.chosen = Chosen(grid, axis, slice_bounds(self.sliced)[:2])
         self.cone: dict[fx.Node, Spec] = {self.sliced: spec}
-        self.full: dict[fx.Node, fx.Node] = {}  # in chunk form, with all tokens
-        self.windows: set[str] = set()  # names of the new slices
 
     def sink(self, wide_numel: float) -> tuple[JointGraph, set[str]]:
         """The new graph, and the names of the ends in it.
 
         Raises:
-            _Stays, CannotTake: a value made from the slice cannot be computed for all tokens.
+            CannotTake: a value made from the slice cannot be computed for all tokens.
             UnknownSize: a symbolic size cannot be written.
         """
-        graph = self.joint.module.graph
+        ends = self._ends(wide_numel)
         windows = []
-        for end in self._ends(wide_numel):
+        for end in ends:
             spec = self.cone[end]
-            _check_adjacent(spec)
-            with graph.inserting_before(end):
-                windows.append((end, self._window_of(self._in_full(end, spec), end, spec)))
-        for end, window in windows:  # only now: ends are operands of each other
-            self.rewriting.replace(end, window)
-        names = {self.full[end].name for end, _ in windows}
+            with self.rewriting.graph.inserting_before(end):
+                every = self.on_grid(self.value(end, spec), end, spec, self.grid)
+                dim = spec[0] + self.chosen.axis
+                windows.append(self.window(every, dim, self.chosen.bounds, end))
+        for end, window in zip(ends, windows, strict=True):  # only now: ends read each other
+            replace_alike(self.rewriting, end, window)
+        names = {self.known[end, self.cone[end]].name for end in ends}
         return self.rewriting.finished(), names
 
     def _ends(self, wide_numel: float) -> list[fx.Node]:
@@ -135,7 +122,7 @@ class _SliceSinker:
             spec = self._spec_of(node, operand)
             if spec is None:
                 if reads_wide:
-                    raise _Stays
+                    raise CannotTake(node, "needs a wide value of the slice in another way")
                 continue
             self.cone[node] = spec
             if value_of(node) is None or numel(node) >= wide_numel:
@@ -143,7 +130,7 @@ class _SliceSinker:
             elif reads_wide:
                 ends.append(node)
         if not ends:
-            raise _Stays
+            raise CannotTake(self.sliced, "no narrow value is made from it")
         return ends
 
     def _spec_of(self, node: fx.Node, operand: fx.Node) -> Spec | None:
@@ -153,82 +140,20 @@ class _SliceSinker:
         spec = ops.result_spec(node, operand, self.cone[operand])
         return spec if isinstance(spec, tuple) and spec != WHOLE else None
 
-    def _in_full(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The node's value for all tokens, in chunk form, computed before the current place."""
-        tokens = math.prod(self.grid)
-        for one in needed_first(node, self._needed, self.full):
-            held = spec if one is node else self.cone[one]
-            if one is self.sliced:
-                built = self.sizes.reshaped(self.source, _chunk_form(one, held, tokens))
-            else:
-                built = add_chunk(self.builder, one, held, tokens, self._operand, self.sizes)
-            self.full[one] = built
-            _pass_on_meta(one, built)
-        return self.full[node]
+    def is_given(self, node: fx.Node, spec: Spec) -> bool:
+        if self.cone.get(node, spec) != spec:
+            raise CannotTake(node, "its tokens are in other dims")
+        return node is self.sliced or node not in self.cone
 
-    def _needed(self, node: fx.Node) -> list[fx.Node]:
-        needs = ops.operand_specs(node, self.cone[node])
-        if node is self.sliced or isinstance(needs, Refusal):
-            return []
-        return [n for n, s in needs.items() if self.cone.get(n, WHOLE) == s != WHOLE]
+    def given(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """What was sliced; of a value of the sliced tokens alone, such as labels, zeros for all
+        others."""
+        value = self.source
+        if node is not self.sliced:
+            value = self.padded(node, node, spec, self.chosen, self.grid)
+        return self.in_chunk_form(value, node, spec)
 
-    def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
-        if is_size(node) or (spec == WHOLE and node not in self.cone):
-            return node
-        if node not in self.cone:
-            return self._padded(node, spec)
-        if self.cone[node] != spec:
-            raise _Stays
-        return self.full[node]
-
-    def _padded(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """A value of the sliced tokens, such as their labels, with zeros for the other tokens."""
-        if node not in self.full:
-            _check_adjacent(spec)
-            value = node.meta["val"]
-            before, after = value.shape[: spec[0]], value.shape[spec[-1] + 1 :]
-            source = self.sizes.reshaped(node, [*before, *self.window_grid, *after])
-            zeros = self.builder.call(
-                aten.full.default,
-                self.sizes.arguments([*before, *self.grid, *after]),
-                0,
-                dtype=value.dtype,
-                device=value.device,
-            )
-            dim, bounds = spec[0] + self.axis, self.bounds
-            padded = self.builder.call(aten.slice_scatter.default, zeros, source, dim, *bounds)
-            tokens = math.prod(self.grid)
-            self.full[node] = self.sizes.reshaped(padded, _chunk_form(node, spec, tokens))
-        return self.full[node]
-
-    def _window_of(self, full: fx.Node, end: fx.Node, spec: Spec) -> fx.Node:
-        """The sliced tokens of a value in chunk form, in the shape that ``end`` has."""
-        shape = list(end.meta["val"].shape)
-        before, after = shape[: spec[0]], shape[spec[-1] + 1 :]
-        grid = self.sizes.reshaped(full, [*before, *self.grid, *after])
-        dim = spec[0] + self.axis
-        window = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
-        self.windows.add(window.name)
-        if end.meta["val"].is_contiguous() and not window.meta["val"].is_contiguous():
-            window = self.builder.call(
-                aten.clone.default, window, memory_format=torch.contiguous_format
-            )  # views may follow
-            self.windows.add(window.name)
-        window = self.sizes.reshaped(window, shape)
-        _pass_on_meta(end, window)
-        return window
-
-
-def _chunk_form(node: fx.Node, spec: Spec, tokens: Size) -> list[Size]:
-    shape = list(node.meta["val"].shape)
-    ones = [1] * (len(spec) - 1)
-    return [*shape[: spec[0]], *ones, tokens, *shape[spec[-1] + 1 :]]
-
-
-def _check_adjacent(spec: Spec) -> None:
-    if list(spec) != list(range(spec[0], spec[0] + len(spec))):
-        raise _Stays
-
-
-def _pass_on_meta(old: fx.Node, new: fx.Node) -> None:
-    new.meta = {**replacement_meta(old), **new.meta}
+    def whole(self, node: fx.Node, reader: fx.Node, spec: Spec) -> fx.Node:
+        if node in self.cone:
+            raise CannotTake(reader, "every token needs all of the slice")
+        return node

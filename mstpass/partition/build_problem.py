@@ -7,7 +7,8 @@ tangent are the problem's backward, all others its forward values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 from torch import fx
 
@@ -36,6 +37,8 @@ from mstpass.torch_internals.graphs import is_opaque
 
 LEAST_OFFLOADED_BYTES = 2**20
 
+Copies = Mapping[fx.Node, tuple[fx.Node, Mapping[str, str]]]
+
 
 def cut_problem(
     joint: JointGraph,
@@ -43,17 +46,21 @@ def cut_problem(
     scatters_delayed: bool = False,
     host: Host | None = None,
     repeats_collectives: bool = False,
+    copies: Copies = MappingProxyType({}),
 ) -> CutProblem:
     """The partition problem of one joint graph.
 
     Args:
         regions: the modes in which each region can run.
+        copies: nodes that are equal to others but for names (loops/mode_costs.py).
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
         host: the host memory that saved values may use.
         repeats_collectives: backward may run collectives of the forward again.
     """
     repeats = repeats_collectives and joint.cached(sizes_agree)
-    forward, backward = joint.cached(_Values(scatters_delayed, host is not None, repeats))
+    values = _Values(scatters_delayed, host is not None, repeats).of(joint, joint.nodes, copies)
+    forward = tuple(value for n, value in values.items() if n not in joint.backward)
+    backward = tuple(value for n, value in values.items() if n in joint.backward)
     written = (*joint.forward_outputs, *joint.forward_writes)
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
@@ -64,6 +71,11 @@ def cut_problem(
         regions=regions,
         host=host,
     )
+
+
+def described(joint: JointGraph, nodes: Sequence[fx.Node], to_host: bool) -> list[Value]:
+    """Some nodes as values; the problem of the others is known."""
+    return [*_Values(False, to_host, False).of(joint, nodes).values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +91,30 @@ class _Values:
     to_host: bool
     repeats_collectives: bool
 
-    def __call__(self, joint: JointGraph) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    def of(
+        self, joint: JointGraph, nodes: Sequence[fx.Node], copies: Copies = MappingProxyType({})
+    ) -> dict[fx.Node, Value]:
         # The caller holds what forward returns to it; what backward returns is not read by an op.
         held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-        nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
-        names, policies = {n.name for n in nodes}, policies_of(joint)
-        stays = held if self.to_host else set(nodes)
+        every = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+        names, policies = {n.name for n in every}, policies_of(joint)
+        stays = held if self.to_host else set(every)
         repeated = set(filter(may_repeat, nodes)) if self.repeats_collectives else set()
-        values = {
+        copies = {n: copy for n, copy in copies.items() if copy[0] not in copies}
+        described = [n for n in nodes if n.op in ("placeholder", "call_function")]
+        known = {
             n: _value(joint, n, names, policies, self.scatters_delayed, n in stays, n in repeated)
-            for n in nodes
+            for n in described
+            if n not in copies
         }
-        forward = tuple(value for n, value in values.items() if n not in joint.backward)
-        return forward, tuple(value for n, value in values.items() if n in joint.backward)
+
+        def value(node: fx.Node) -> Value:
+            if node in known:
+                return known[node]
+            original, new = copies[node]
+            return known[original].renamed(lambda name: new.get(name, name), name=node.name)
+
+        return {n: value(n) for n in described}
 
 
 def _value(

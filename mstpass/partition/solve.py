@@ -1,15 +1,9 @@
-"""Have a solver solve the partition problem, and check its plan; if it fails, another one does.
-
-The plan speaks of the graph before its loops. ``carried_over`` is the same plan for the graph that
-has them. If it is not valid there, that graph is a partition problem without regions, and is solved
-within the same limit.
-"""
+"""Have a solver solve the partition problem, and check its plan; if it fails, another one does."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import networkx as nx
@@ -77,51 +71,6 @@ def _has_a_plan(problem: CutProblem) -> bool:
     return True
 
 
-def carried_over(
-    solved: Solved,
-    names: Mapping[str, str],
-    problem: CutProblem,
-    options: Options,
-    limit: Limit,
-) -> Solved:
-    """The plan for the graph that has its loops, or another one where that is not valid.
-
-    A value of the problem may have been read by regions alone that were left out after the plan was
-    made, or its checkpoint policy may no longer be known.
-
-    Args:
-        names: the name in that graph of each node that it has of the graph before it.
-        problem: the partition problem of that graph.
-    """
-    plan = solved.plan
-    saved, offloaded, by_chunk = (
-        frozenset(names.get(v, "") for v in s) for s in (plan.saved, plan.offloaded, plan.by_chunk)
-    )
-    nested = {names[v]: level for v, level in plan.nested.items() if v in names}
-    try:
-        verify(problem.allowing(True), saved, offloaded=offloaded)
-    except InvalidPlan as error:
-        same = Limit(None, limit.budget_bytes, solved.limit_bytes) if solved.limit_bytes else limit
-        again = solve(problem, options, same, "")
-        said = (
-            f"{again.solver} planned once more for the graph with its loops, because the first "
-            f"plan is not valid there: {error}"
-        )
-        if limit.budget_bytes is not None:
-            warnings.warn(f"mstpass: {said}", stacklevel=2)
-        plan, notes = again.plan, (*solved.notes, *again.notes, said)
-        return again._replace(plan=_as_read(problem, plan), notes=notes)
-    plan = Plan(saved, {}, nested, offloaded, by_chunk)
-    return solved._replace(plan=_as_read(problem, plan))
-
-
-def _as_read(problem: CutProblem, plan: Plan) -> Plan:
-    """The plan without the saved values that backward does not read."""
-    saved = read_by_backward(problem, plan.saved)
-    offloaded = plan.offloaded | (saved & must_offload(problem))
-    return dataclasses.replace(plan, saved=saved, offloaded=offloaded)
-
-
 def _verified(name: str) -> Solver:
     """The solver of that name, which raises where its plan is not valid."""
 
@@ -132,6 +81,6 @@ def _verified(name: str) -> Solver:
             plan, offloaded=plan.offloaded | (plan.saved & must_offload(closed))
         )
         verify(closed.allowing(True), plan.saved, plan.nested, plan.offloaded)
-        return plan
+        return dataclasses.replace(plan, saved=read_by_backward(closed, plan.saved))
 
     return solve

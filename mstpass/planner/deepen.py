@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import LOOP, UNFINISHED, CutProblem, Loop, RegionModes, Value
+from mstpass.problem.problem import UNFINISHED, CutProblem, RegionModes, Value
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
@@ -256,7 +256,7 @@ class _Layers:
                     yield self._region(region, 0, number)
 
     def _region(self, region: RegionModes, layer: int, number: int) -> RegionModes:
-        return _renamed(region, lambda name: self._at(name, layer, number))
+        return region.renamed(lambda name: self._at(name, layer, number))
 
 
 def _copy(name: str, number: int) -> str:
@@ -281,30 +281,8 @@ def is_same(problem: CutProblem, other: CutProblem) -> bool:
         len(problem.values) == len(other.values)
         and [v.renamed(name_of, name=name_of(v.name)) for v in values.values()]
         == [*others.values()]
-        and tuple(_renamed(region, name_of) for region in problem.regions) == other.regions
+        and tuple(region.renamed(name_of) for region in problem.regions) == other.regions
         and set(map(name_of, problem.gradients)) == set(other.gradients)
         and set(map(name_of, problem.torch_saved or ())) == set(other.torch_saved or ())
         and tuple(map(name_of, problem.outputs)) == other.outputs
     )
-
-
-def _renamed(region: RegionModes, name_of: _NameOf) -> RegionModes:
-    def all_of(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(map(name_of, names))
-
-    def loop_of(loop: Loop) -> Loop:
-        results = []
-        for result in loop.results:
-            node, scale, over = all_of((result.node, result.scale, result.over))
-            results.append(dataclasses.replace(result, node=node, scale=scale, over=over))
-        name = LOOP + name_of(loop.name.removeprefix(LOOP))
-        members, needs = all_of(loop.members), all_of(loop.needs)
-        in_rows = tuple((name_of(operand), size) for operand, size in loop.in_rows)
-        return dataclasses.replace(
-            loop, name=name, members=members, needs=needs, results=tuple(results), in_rows=in_rows
-        )
-
-    modes = (
-        dataclasses.replace(mode, loops=tuple(map(loop_of, mode.loops))) for mode in region.modes
-    )
-    return RegionModes(name_of(region.region), tuple(modes))

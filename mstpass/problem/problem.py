@@ -132,6 +132,23 @@ class Loop:
     narrow: tuple[str, ...] = ()
     in_rows: tuple[tuple[str, int], ...] = ()
 
+    def renamed(self, name_of: Callable[[str], str]) -> Loop:
+        """The loop with other names of nodes."""
+        results = (
+            dataclasses.replace(
+                r, node=name_of(r.node), scale=name_of(r.scale), over=name_of(r.over)
+            )
+            for r in self.results
+        )
+        return dataclasses.replace(
+            self,
+            name=loop_name(name_of(self.name.removeprefix(LOOP))),
+            members=tuple(map(name_of, self.members)),
+            needs=tuple(map(name_of, self.needs)),
+            results=tuple(results),
+            in_rows=tuple((name_of(operand), size) for operand, size in self.in_rows),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
@@ -159,6 +176,14 @@ class RegionModes:
             raise ValueError(
                 f"region {self.region} needs one or more modes of different names, has {names}"
             )
+
+    def renamed(self, name_of: Callable[[str], str]) -> RegionModes:
+        """The modes of a region that is equal but for the names of its nodes."""
+        modes = (
+            dataclasses.replace(mode, loops=tuple(loop.renamed(name_of) for loop in mode.loops))
+            for mode in self.modes
+        )
+        return RegionModes(name_of(self.region), tuple(modes))
 
     def __getitem__(self, name: str) -> Mode:
         for mode in self.modes:
@@ -293,6 +318,18 @@ def is_loop(name: str) -> bool:
 def unfinished(name: str) -> str:
     """The name of the buffer that a loop returns for a node that is scaled or cast afterwards."""
     return f"{name}{UNFINISHED}"
+
+
+def node_name(name: str) -> str:
+    """The name, in a graph with loops, of the node that a value is: an identifier."""
+    return name.replace(":", "_")
+
+
+def value_name(node: str) -> str:
+    """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
+    node = node.removesuffix(node_name(UNFINISHED))
+    loop = node_name(LOOP)
+    return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
 
 
 def with_needs(

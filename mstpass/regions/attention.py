@@ -22,6 +22,7 @@ Regions grow from the results of one of the fused ops, or of attention written o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -55,10 +56,12 @@ def detect_attention(
     """
     known = set(taken)
     seeds = {seed.node: seed for seed in attention_seeds(joint)}
+    before: HeadGrowth | None = None
 
     def region_of(node: fx.Node) -> Region:
+        nonlocal before
         _check_types(node)
-        growth = _best_growth(joint, seeds[node], known)
+        before = growth = _best_growth(joint, seeds[node], known, before)
         region = _region(growth, node)
         known.update(member for member in growth.specs if not ops.is_constant(member))
         return region
@@ -78,12 +81,23 @@ def _check_types(attention: fx.Node) -> None:
         raise CannotTake(attention, _WRONG_TYPE)
 
 
-def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrowth:
+def _best_growth(
+    joint: JointGraph, seed: Seed, taken: Set[fx.Node], before: HeadGrowth | None
+) -> HeadGrowth:
     """The region of the best number of heads.
+
+    Args:
+        before: that of the attention before this one, whose number is best here too where the
+            region is as large: layers are alike.
 
     Raises:
         CannotTake: there is none, whatever the number.
     """
+    if before is not None and seed.num_heads % before.num_heads == 0:
+        with contextlib.suppress(CannotTake):
+            growth = _grown(joint, seed, before.num_heads, taken)
+            if _size(growth) == _size(before):
+                return growth
     growths, refusals = list[HeadGrowth](), list[CannotTake]()
     for num_heads in range(seed.num_heads, 1, -1):
         if seed.num_heads % num_heads == 0:
@@ -117,6 +131,10 @@ def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -
             left_out.update(dict.fromkeys(trip.cut, trip.reason))
         else:
             return growth
+
+
+def _size(growth: HeadGrowth) -> tuple[int, int]:
+    return len(growth.specs), _crossing_bytes(growth)
 
 
 def _crossing_bytes(growth: HeadGrowth) -> int:

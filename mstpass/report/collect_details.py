@@ -20,6 +20,7 @@ from mstpass.graph.source_location import Place, Places
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
+from mstpass.problem.problem import value_name
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -39,13 +40,10 @@ from mstpass.torch_internals.graphs import OpOverload
 
 def collect_details(result: Result) -> Details | None:
     """The details of a finished run of the pipeline; None if it stopped before the split."""
-    if result.read is None or result.applied is None or result.modules is None:
+    if result.read is None or result.joint is None or result.modules is None:
         return None
-    joint_names = result.applied.old_names()
-    for node in result.modules[1].graph.nodes:
-        original = original_name(node.name)
-        if original != node.name:
-            joint_names[node.name] = joint_names.get(original, original)
+    nodes = (node for module in result.modules for node in module.graph.nodes)
+    joint_names = {node.name: value_name(original_name(node.name)) for node in nodes}
     joint_names |= _copy_names(result.modules, joint_names)
     return Details(
         nodes=_drawn_nodes(result.outcome, result.read, joint_names, result.modules),
@@ -116,7 +114,7 @@ def _fates(
     """How backward gets each forward value that it uses. Views have no fate: they hold no bytes."""
     plan = outcome.save_plan
     saved = {value.value for value in plan.saved} if plan else set()
-    reconstructed = {joint_names.get(r.node, r.node) for r in plan.reconstructed} if plan else set()
+    reconstructed = {value_name(r.node) for r in plan.reconstructed} if plan else set()
     in_forward = fused_nodes(outcome)
     recomputed = _nodes_run_by(modules[1], joint_names)
     for region in outcome.regions:

@@ -27,7 +27,7 @@ from mstpass.graph.joint import Modules, is_tangent
 from mstpass.graph.materialization import materialize
 from mstpass.graph.node_copies import copy_name
 from mstpass.graph.renew_values import Renewal
-from mstpass.graph.sizes import is_static
+from mstpass.graph.sizes import is_size, is_static
 from mstpass.memory.host_copies import host_name, offloaded_name
 from mstpass.memory.op_kinds import kind_of
 from mstpass.memory.program import Program
@@ -44,6 +44,7 @@ from mstpass.problem.op import (
 )
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload, graph_module
+from mstpass.walk import needed_first
 
 
 def write_program(modules: Modules, program: Program) -> tuple[Modules, dict[str, str]]:
@@ -90,6 +91,7 @@ class _Writer:
         self.renewal = Renewal(self.graph)
         self.env: dict[str, fx.Node] = {}
         self.node_of: dict[str, str] = {}  # of each op of the program
+        self.named: set[str] = set()  # the nodes of ops; others only prepare operands of these
         self.host_copies = {
             OFFLOAD: self._offload,
             AWAIT_OFFLOAD: self._await_offload,
@@ -104,6 +106,7 @@ class _Writer:
             self._input(node)
         effects = self._with_effects()
         unread = [node for node in effects if is_collective(node) or is_wait(node)]
+        self.named = {*(op.node_name for op in program), *(node.name for node in effects)}
         place = {node: number for number, node in enumerate(self.old.graph.nodes)}
         for op in program:
             self.node_of[op.name] = op.node_name
@@ -154,10 +157,18 @@ class _Writer:
         """The node of an op, which reads what the op reads."""
         node = self.nodes[op.node_name]
         read = {self.node_of[name]: name for name in op.inputs if name in self.node_of}
+        prepared: dict[fx.Node, fx.Node] = {}
 
         def operand(old: fx.Node) -> fx.Node:
+            if old in prepared:
+                return prepared[old]
             return self._copy_with_inputs(old, read.get(old.name, old.name))
 
+        before = lambda n: filter(self._prepares, n.all_input_nodes)
+        for one in needed_first(node, before, prepared):
+            if one is not node:
+                prepared[one] = self.graph.node_copy(one, operand)
+                self.renewal.renew(prepared[one])
         args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
         name = node.name if op.name == node.name else copy_name(node.name)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
@@ -169,6 +180,11 @@ class _Writer:
         written = materialize(new)
         self.renewal.replaced(new, written)
         return written
+
+    def _prepares(self, node: fx.Node) -> bool:
+        """Whether the node is none of an op: it is written with each op that reads it."""
+        is_call = node.op == "call_function" and node.name not in self.named
+        return is_call and not is_size(node)
 
     def _copy_with_inputs(self, old: fx.Node, name: str = "") -> fx.Node:
         """The new node for an old one; what is not written yet is written first."""

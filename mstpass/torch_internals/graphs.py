@@ -27,6 +27,12 @@ from mstpass.torch_internals.versions import find_or_none
 __all__ = ["HigherOrderOperator", "OpOverload", "tree_leaves", "tree_map"]
 
 
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node a name that no other node of its graph has or had (torch/fx/node.py)."""
+    node._rename(name)
+    assert node.name == name, f"a node has the name {name} already"
+
+
 def graph_module(root: torch.nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """The module of a graph, with what the graph's ``get_attr`` nodes name in ``root``.
 

@@ -16,7 +16,7 @@ Pseudo-code::
         if it sums over tokens: sum over the chunk, in the accumulator's dtype, rows masked by valid
         else:                   the same op on the operands' chunks     (graph/chunk_form.py)
 
-A sum of exponentials may be relative to the chunk's own maximum (graph/exponential_sums.py).
+A sum of exponentials may be relative to the chunk's own maximum (graph/row_sums.py).
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
@@ -44,7 +44,6 @@ from mstpass.graph import ops
 from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
 from mstpass.graph.chunk_form import check_chunk, chunk_call
-from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import START, SUM, fitted_length, initial
@@ -55,7 +54,12 @@ from mstpass.graph.one_per_row import (
     scatter_one,
 )
 from mstpass.graph.renew_values import CannotRenew, renew_value
-from mstpass.graph.row_sums import rewritten_row_sum
+from mstpass.graph.row_sums import (
+    ExponentialSum,
+    exponential_sum,
+    exponentials,
+    rewritten_row_sum,
+)
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
@@ -167,9 +171,7 @@ class _Body:
             self.env[node, item.spec] = self._from_rows(chunk, node, item.spec)
         if self.loop.unit is not None:
             value = self._value(self.loop.unit)
-            unit = self.builder.call(
-                aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
-            )
+            unit = self.builder.filled(value.shape, 1, value)
             self.env[self.joint.by_name[self.loop.unit], ()] = unit
 
     def _add_whole_inputs(self) -> None:
@@ -375,9 +377,7 @@ class _Body:
         if not same_shape(apart, repeated):
             valid = self.builder.call(aten.expand.default, valid, repeated)
         valid = self.sizes.reshaped(valid, shape)
-        kind = {"dtype": value.dtype, "device": value.device}
-        full = self.builder.call(aten.full.default, [], fill, **kind)
-        return self.builder.call(aten.where.self, valid, node, full)
+        return self.builder.call(aten.where.self, valid, node, self.builder.filled([], fill, value))
 
 
 def _floating(parts: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -17,14 +17,10 @@ from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.source_location import source_of
-from mstpass.partition.reconstruct.choose_drops import (
-    Decision,
-    choose_drops,
-    most_dropped_bytes,
-)
+from mstpass.partition.reconstruct.choose_drops import Decision, choose_drops
 from mstpass.partition.reconstruct.comparisons import is_compared
 from mstpass.partition.reconstruct.encodings import BITS, NARROW, encoded_bytes, encoding_of
-from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, rewrite
+from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, Rewritten, rewrite
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
 from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.plans import Reconstructed
@@ -38,7 +34,6 @@ __all__ = [
     "Inverse",
     "Refused",
     "inverses_of",
-    "most_won_bytes",
     "reconstruct",
 ]
 
@@ -50,7 +45,7 @@ _LEAST_BYTES = 1024  # smaller values are not worth an encoding
 
 def reconstruct(
     joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str, pack_masks: bool = True
-) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
+) -> tuple[Rewritten, tuple[Reconstructed, ...]]:
     """Rewrite a joint graph so that it needs fewer saved bytes.
 
     Args:
@@ -60,10 +55,10 @@ def reconstruct(
         pack_masks: whether masks may cross as bits, which takes time in forward and in backward.
 
     Returns:
-        The new joint graph, the names of its nodes to save, and what was done to which value. The
-        graph and the names are the given ones if nothing was done.
+        The new joint graph with the names of its nodes to save, and what was done to which value.
+        The graph and the names are the given ones if nothing was done.
     """
-    unchanged = joint, frozenset(saved), ()
+    unchanged = Rewritten(joint, frozenset(saved), {}), ()
     if mode == OFF:
         return unchanged
     found = [i for node in joint.nodes if node not in joint.backward for i in inverses_of(node)]
@@ -73,27 +68,18 @@ def reconstruct(
     if not decision.drops and not encodings:
         return unchanged
     try:
-        rewritten, kept = rewrite(joint, decision, encodings)
+        named = {value.name for value in problem.values}
+        rewritten = rewrite(joint, decision, encodings, named)
     except CannotWrite as refusal:
         log.info("nothing is reconstructed: %s", refusal)
         return unchanged
-    return rewritten, kept, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
+    return rewritten, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
 
 
 def _may_be_used(joint: JointGraph, inverse: Inverse, mode: str) -> bool:
     if inverse.grade == EXACT:
         return True
     return mode == TOLERANT and not is_compared(joint.by_name[inverse.target])
-
-
-def most_won_bytes(joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str) -> int:
-    """Bytes that ``reconstruct`` wins at most; quick to find, as no inverse is looked for."""
-    if mode == OFF:
-        return 0
-    encodings = _encodings(joint, saved, (NARROW, BITS))
-    sizes = {name: nbytes(joint.by_name[name]) for name in encodings}
-    encoded = sum(size - encoded_bytes(encodings[name], size) for name, size in sizes.items())
-    return most_dropped_bytes(problem, saved) + encoded
 
 
 def _encodings(joint: JointGraph, saved: Set[str], allowed: tuple[str, ...]) -> dict[str, str]:

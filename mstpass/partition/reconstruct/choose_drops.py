@@ -88,12 +88,6 @@ def choose_drops(problem: CutProblem, saved: Set[str], inverses: Sequence[Invers
     return Decision(kept, search.steps(kept), tuple(drops))
 
 
-def most_dropped_bytes(problem: CutProblem, saved: Set[str]) -> int:
-    """Bytes of all saved values that could be dropped: no choice of drops wins more."""
-    names = set(_candidates(problem, saved))
-    return sum(value.bytes for value in problem.values if value.name in names)
-
-
 def _candidates(problem: CutProblem, saved: Set[str]) -> Iterator[str]:
     """The saved values that other saved values are computed from by cheap ops, in order."""
     lead_to_saved: set[str] = set()

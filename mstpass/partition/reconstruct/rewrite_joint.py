@@ -9,7 +9,8 @@ a forward value that may be recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Container, Mapping
 
 from torch import fx
 
@@ -23,7 +24,7 @@ from mstpass.partition.reconstruct.encodings import decode, encode
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import RULE_BY_NAME
 from mstpass.torch_internals.graphs import graph_module
-from mstpass.walk import needed_first
+from mstpass.walk import needed_first, walk_once
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
 
@@ -32,20 +33,35 @@ class CannotWrite(Exception):
     """A decision that cannot be written into the graph; the message says why."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """The new joint graph, in which all nodes have the names that they had.
+
+    Attributes:
+        saved: names of its nodes to save.
+        read: the new nodes that backward reads in the place of others, by the names of these.
+    """
+
+    joint: JointGraph
+    saved: frozenset[str]
+    read: Mapping[str, str]
+
+
 def rewrite(
-    joint: JointGraph, decision: Decision, encodings: Mapping[str, str]
-) -> tuple[JointGraph, frozenset[str]]:
-    """The new joint graph, and the names of its nodes to save.
+    joint: JointGraph, decision: Decision, encodings: Mapping[str, str], named: Container[str]
+) -> Rewritten:
+    """The new joint graph.
 
     Args:
         encodings: the encoding of each saved value that crosses in fewer bytes, by name.
+        named: the nodes that the decision knows. Others only prepare operands of one of these.
 
     Raises:
         CannotWrite: a symbolic size that no node of the graph holds, an operand that would have
             another layout than a loop's body expects, or a value whose recorded type is not that
             of its op.
     """
-    writing = _Rewriting(joint, dict(decision.steps), encodings)
+    writing = _Rewriting(joint, dict(decision.steps), encodings, named)
     try:
         return writing.run(decision.saved)
     except (UnknownSize, CannotRenew) as error:
@@ -55,8 +71,14 @@ def rewrite(
 class _Rewriting:
     """One new graph. Nodes of the joint graph are keys; nodes of the new graph are values."""
 
-    def __init__(self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]):
-        self.joint, self.encodings = joint, encodings
+    def __init__(
+        self,
+        joint: JointGraph,
+        steps: Mapping[str, Step],
+        encodings: Mapping[str, str],
+        named: Container[str],
+    ):
+        self.joint, self.encodings, self.named = joint, encodings, named
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)
         self.renewal = Renewal(self.graph)
@@ -70,12 +92,22 @@ class _Rewriting:
         changed: dict[fx.Node, Step] = {}
         for name, step in steps.items():
             node = self.joint.by_name[name]
-            reads_new = any(n in changed or n.name in self.encodings for n in node.all_input_nodes)
-            if step is not None or reads_new:
+            if step is not None or self._reads_new(node, changed):
                 changed[node] = step
+        others = [n for n in self.joint.nodes if self._is_unnamed(n)]
+        changed.update((node, None) for node in others if self._reads_new(node, changed))
         return changed
 
-    def run(self, saved: frozenset[str]) -> tuple[JointGraph, frozenset[str]]:
+    def _is_unnamed(self, node: fx.Node) -> bool:
+        is_call = node.op == "call_function" and node not in self.joint.backward
+        return is_call and node.name not in self.named
+
+    def _reads_new(self, node: fx.Node, changed: Container[fx.Node]) -> bool:
+        further = lambda n: n.all_input_nodes if self._is_unnamed(n) else ()
+        read = walk_once(node.all_input_nodes, further)
+        return any(n in changed or n.name in self.encodings for n in read)
+
+    def run(self, saved: frozenset[str]) -> Rewritten:
         joint = self.joint
         # All forward values first, in their order: new nodes may read any of them.
         backward = [n for n in joint.nodes if n in joint.backward and n.op != "placeholder"]
@@ -95,7 +127,11 @@ class _Rewriting:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         names = {self._saved_node(joint.by_name[name]).name for name in saved}
-        return JointGraph(module, joint.num_fwd_outputs), frozenset(names)
+        return Rewritten(
+            JointGraph(module, joint.num_fwd_outputs),
+            frozenset(names),
+            {old.name: new.name for old, new in self.in_backward.items()},
+        )
 
     def _saved_node(self, node: fx.Node) -> fx.Node:
         """The new graph's node to save for a saved value: encoded, if backward decodes it."""
@@ -172,7 +208,7 @@ class _Rewriting:
                 raise CannotWrite(
                     f"{node.name} reads {old.name}, whose reconstruction has other strides"
                 )
-        return self.graph.node_copy(node, operands.__getitem__)
+        return self.writer.copy(node, operands.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
         old, new = value_of(node), value_of(self.in_backward[node])

@@ -24,6 +24,7 @@ EXACT, TOLERANT = "exact", "tolerant"
 aten = torch.ops.aten
 prims = torch.ops.prims
 CAST = prims.convert_element_type.default
+AGAIN = "mst_again"  # the name of what a reconstruction adds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Writer(Builder):
     """A ``Builder`` that can write shapes as arguments of ops, also symbolic ones."""
 
     def __init__(self, graph: fx.Graph, like: Iterable[fx.Node]):
-        super().__init__(graph, fake_mode_of(like))
+        super().__init__(graph, fake_mode_of(like), AGAIN)
         self.sizes = SizeNodes(self)
 
     def shape(self, node: fx.Node) -> list[int | fx.Node]:
