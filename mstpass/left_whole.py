@@ -25,7 +25,7 @@ from mstpass.partition.solvers.candidate import (
     baseline,
     fewest_saved_bytes,
 )
-from mstpass.partition.solvers.choose_modes import least_memory_modes
+from mstpass.partition.solvers.choose_modes import least_memory_mode, least_memory_modes
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
@@ -98,11 +98,14 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
 
 
 def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
-    """The region whole and in its mode of the lowest peak; None if that cannot be told."""
+    """The region whole, and in the better of two modes; None if that cannot be told."""
     found = []
     regions = (region for region in problem.regions if region.region == candidate.region)
-    modes = (mode.name for region in regions for mode in region.modes if mode.loops)
-    for mode in (WHOLE, *modes):  # of the graph as it was traced, the problem has no regions
+    modes: list[str] = []  # of the graph as it was traced, the problem has no regions
+    for region in regions:
+        first = next(mode for mode in region.modes if mode.loops)
+        modes += dict.fromkeys((first.name, least_memory_mode(region).name))
+    for mode in (WHOLE, *modes):
         try:
             one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
             found.append((one.peak_bytes, one.us, mode))
