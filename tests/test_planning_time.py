@@ -7,7 +7,10 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.loops.copies import Names, Originals
 from mstpass.options import Options
+from mstpass.plans import Region
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import joint_graph
 
@@ -46,3 +49,32 @@ def _node_reads(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_no_region_walks_over_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     few, twice, four_times = (_node_reads(layers, monkeypatch) for layers in (5, 10, 20))
     assert four_times - twice <= 2.05 * (twice - few)
+
+
+@pytest.mark.parametrize("budget", ["free", 0.0])
+def test_equal_layers_are_planned_once(
+    budget: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the problem is the one of layers that are planned each by itself."""
+    found: list[bool] = []
+    of = Originals.of
+
+    def counted(self: Originals, region: Region) -> tuple[Region, Names] | None:
+        found.append((copy := of(self, region)) is not None)
+        return copy
+
+    size = LlamaSize(width=64, heads=2, mlp_width=192, vocabulary=1024, length=2048, layers=5)
+    module, *batch = llama(size, torch.device("cpu"))
+    joint, outputs = joint_graph(lambda ids, target: module(ids, target), *batch)
+
+    def planned() -> pipeline.Result:
+        options = Options(memory_budget=budget, free_overhead=0.5)
+        return pipeline.run(joint, options, num_fwd_outputs=outputs, stop_after="plan")
+
+    monkeypatch.setattr(Originals, "of", counted)
+    once = planned()
+    assert sum(found) >= 3, "the first and the last layer have other neighbors"
+    monkeypatch.setattr(Originals, "of", lambda self, region: None)
+    each = planned()
+    assert once.problem == each.problem and once.problem is not None and once.problem.regions
+    assert once.outcome.regions == each.outcome.regions
