@@ -97,5 +97,7 @@ def _all_of(names: Names) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
 
 def is_copy(plan: ChunkPlan, names: Names, other: ChunkPlan) -> bool:
     """Whether another plan has the loops of this one under other names."""
+    if not all(name in names for name, _ in plan.members):  # such as those of a block
+        return False
     loops = tuple(_renamed_loop(loop, names) for loop in plan.loops)
     return (plan.kind, plan.mode, loops) == (other.kind, other.mode, other.loops)

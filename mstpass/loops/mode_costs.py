@@ -91,7 +91,8 @@ def copied_nodes(
         for region in candidates
         if region.original in regions
         for name in regions[region.original].members
-        if region.names[name] != name
+        if region.names.get(name, name) != name
+        and all(n.name in region.names for n in (*node[name].all_input_nodes, *node[name].users))
     }
 
 
