@@ -22,7 +22,7 @@ from mkdocs.structure.files import File, Files
 
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.explainer.plan_step import explain_step
-from mstpass.torch_internals.probes.table import PROBES
+from mstpass.torch_internals.probes import PROBES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {

@@ -24,7 +24,7 @@ import warnings
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
-from mstpass.torch_internals.probes.table import HOOKS, PROBES
+from mstpass.torch_internals.probes import PROBES, check_hooks
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
@@ -83,7 +83,8 @@ def torch_changed() -> TorchChangedError | None:
     try:
         for probe in PROBES:
             if probe.lost == "loops":
-                (probe.run if probe is HOOKS else probe.require)()
+                probe.require()
+        check_hooks()
     except TorchChangedError as lacking:
         return lacking
     except Exception:  # torch cannot be asked, as where no memory is left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import os
 import re
 import threading
@@ -21,7 +22,7 @@ import mstpass
 from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
 from mstpass.torch_internals import dynamo
-from mstpass.torch_internals.probes.table import LOST, PROBES, Probe
+from mstpass.torch_internals.probes import LOST, PROBES, Probe, check_hooks
 from mstpass.torch_internals.settings import SharedPatch, backward_compiled_at_once
 from mstpass.torch_internals.versions import (
     CHECKED,
@@ -33,13 +34,21 @@ from mstpass.torch_internals.versions import (
     is_newer,
     warn_if_newer,
 )
+from tests.torch_probes import of_frontend, of_graphs, of_inductor
 
 ROOT = Path(mstpass.__file__).parent
+CHECKS = {**vars(of_graphs), **vars(of_frontend), **vars(of_inductor)}
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_the_installed_torch_has(probe: Probe) -> None:
-    probe.run()
+    probe.require()
+    if check := CHECKS.get(probe.name):
+        check(importlib.import_module(f"mstpass.torch_internals.{probe.adapter}"))
+
+
+def test_the_installed_torch_calls_the_hooks() -> None:
+    check_hooks()
 
 
 def test_a_probe_says_all() -> None:

@@ -7,7 +7,7 @@ Terms:
 
 Source: AOTAutograd names the placeholders ``primals_i`` and ``tangents_i`` and puts the forward
 outputs before the gradients in the output node (torch/_functorch/partitioners.py; probed in
-torch_internals/probes/of_inductor.py).
+torch_internals/probes.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mstpass.torch_internals.probes.table import LOST, PROBES, Probe
+from mstpass.torch_internals.probes import LOST, PROBES, Probe
 from mstpass.torch_internals.versions import CHECKED, installed
 
 
@@ -62,7 +62,7 @@ def trial(backend: Any = "mst") -> int:
 def _wrong(probe: Probe) -> str:
     """What is wrong with what the probe asks for; empty where nothing is."""
     try:
-        probe.run()
+        probe.require()
     except Exception as error:
         return _text(error)
     return ""

@@ -143,13 +143,6 @@ def modules(own: Any) -> None:
         expect(held, "FSDP holds its module elsewhere")
 
 
-def fsdp_states(own: Any) -> None:
-    """What FSDP2 keeps of the modules that it wraps: their tensors, and the state of its hooks.
-
-    That a step is right after a trace is tested: tests/test_fsdp.py.
-    """
-
-
 # ---- distributed -------------------------------------------------------------------------------
 def collective_ops(own: Any) -> None:
     """The ops of functional collectives, by name; a torch without distributed has none."""
@@ -161,13 +154,6 @@ def collective_ops(own: Any) -> None:
     (all_reduce,) = own.overloads((own.ALL_REDUCE,))
     arguments = [argument.name for argument in all_reduce._schema.arguments]
     expect(arguments[:2] == ["input", "reduce_op"], "all_reduce has other arguments")
-
-
-def exchanges(own: Any) -> None:
-    """Exchanges that a graph holds as ops. That they are right is tested on ranks.
-
-    tests/test_sequence_parallel.py
-    """
 
 
 def pretended_ranks(own: Any) -> None:

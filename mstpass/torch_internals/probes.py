@@ -1,23 +1,30 @@
 """The table of probes: one for each part of torch's private APIs that mstpass uses.
 
-A *probe* asks an installed torch whether APIs are there and do what mstpass expects of them: their
-names, the names of their parameters and, where that costs little, their behavior in a small case.
+A *probe* asks an installed torch whether APIs are there: their names and the names of their
+parameters. What they do is checked in the tests (tests/torch_probes/), but for Inductor's hooks:
+where a compilation goes wrong, `check_hooks` asks whether this torch calls them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import fx
 
-from mstpass.torch_internals.probes import of_frontend, of_graphs, of_inductor
-from mstpass.torch_internals.versions import find
+from mstpass.torch_internals.aot_autograd import min_cut_rematerialization_partition
+from mstpass.torch_internals.batch_sizes import tracing
+from mstpass.torch_internals.inductor import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    CustomSchedulerPass,
+    compile_fx,
+)
+from mstpass.torch_internals.versions import expect, find
 
 LOST = {
     "loops": "every step compiles as under Inductor",
@@ -29,52 +36,63 @@ LOST = {
     "plans": "no sequence that ranks share is planned",
     "gpu": "no step is planned or compiled for a GPU that is not there",
 }
-# Of each probe its name, the file of this package that it is for, what is lost where it fails, and
-# where in torch the APIs are: a module or class, with what is needed of it. The check of behavior
-# is the function of the same name in the files of checks.
+# Of each probe its name, the file of this package that it is for, what is lost where it fails, what
+# that part is for, and where in torch the APIs are: a module or class, with what is needed of it.
 _TABLE = """
 op_types                graphs                  loops
+    What a node of an FX graph calls: ATen's and higher-order ops, and an op's schema.
     torch._ops: OpOverload
     torch.ops.aten.mm.default: _schema
 higher_order_ops        graphs                  loops
+    A higher-order op of our own: what it computes, and its results on fake tensors.
     torch._higher_order_ops.utils: autograd_not_implemented(deferred_error)
     torch._ops: HigherOrderOperator(name, cacheable), HigherOrderOperator.py_impl,
         HigherOrderOperator.py_autograd_impl
     torch._C: DispatchKey.CompositeExplicitAutograd
     torch._subclasses.fake_tensor: FakeTensorMode
 op_calls                graphs                  loops
+    The call of an op as plain data: its name and its arguments.
     torch._ops: HigherOrderOperator.name
     torch._higher_order_ops.flex_attention: FlexAttentionHOP.__call__(query, key, value),
         FlexAttentionBackwardHOP.__call__(query, key, value, out, logsumexp, grad_out)
 graph_modules           graphs                  loops
+    Graph modules that write their Python code when it is first needed.
     torch.fx._lazy_graph_module: _LazyGraphModule
 pytrees                 graphs                  loops
+    The leaves of nested tuples, lists, dicts and whatever else is registered with torch.
     torch.utils._pytree: tree_leaves, tree_map
 opaque_values           graphs                  loops
+    Values of a graph that are neither tensors nor sizes, such as the mesh of a DTensor.
     torch._library.fake_class_registry: FakeScriptObject
 fake_tensors            fake_tensors            loops
+    Tensors without data, and what they raise where data would be needed.
     torch._subclasses.fake_tensor: FakeTensor, FakeTensorMode(allow_non_fake_inputs),
         FakeTensorMode.from_tensor, DataDependentOutputException, DynamicOutputShapeException,
         unset_fake_temporarily
     torch._guards: tracing(context), TracingContext(fake_mode)
     torch.fx.experimental.symbolic_shapes: ShapeEnv.suppress_guards
 dispatch_modes          fake_tensors            loops
+    See every op that runs, below autograd; and tell storages apart.
     torch.utils._python_dispatch: TorchDispatchMode
     torch: UntypedStorage._cdata
 wrapper_tensors         fake_tensors            loops
+    Tensors without memory, whose ops all go to ``__torch_dispatch__``.
     torch: Tensor._make_wrapper_subclass
 other_sizes             batch_sizes             loops
+    A symbol has another value, and a bound, as long as a block runs; guards go with it.
     torch._dynamo.utils: preserve_rng_state
     torch._guards: TracingContext.try_get, tracing
     torch._subclasses.fake_tensor: FakeTensor
     torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy, ShapeEnv.create_symintnode(hint)
     torch.utils._sympy.value_ranges: ValueRanges
 symbols                 fake_tensors            loops
+    Sizes as the compiler sees them: their hints, and the names that they were given first.
     torch.fx.experimental.symbolic_shapes: ShapeEnv.create_unbacked_symint,
         ShapeEnv.create_symintnode(hint)
     torch.fx.experimental.sym_node: SymNode.expr
     torch._inductor.sizevars: SizeVarAllocator.optimization_hint(fallback)
 partitioners            aot_autograd            loops
+    What torch's partitioner does besides choosing what is saved, and the partitioner itself.
     torch._functorch.partitioners: min_cut_rematerialization_partition(num_fwd_outputs,
         static_lifetime_input_indices),
         _must_be_in_backward(node),
@@ -83,19 +101,23 @@ partitioners            aot_autograd            loops
     torch._functorch.compile_utils: fx_graph_cse, raise_getitems
     torch.utils._ordered_set: OrderedSet
 donated_buffers         aot_autograd            loops
+    A loop's operands, which Inductor must not overwrite as if they were donated.
     torch._guards: TracingContext.try_get
     torch._functorch._aot_autograd.schemas: ViewAndMutationMeta.bw_donated_idxs
     torch._inductor.graph: SubgraphLowering
     torch._inductor.utils: get_donated_idxs
     torch._inductor.virtualized: V
 kept_graphs             aot_autograd            loops
+    Backwards that keep their graph: ``retain_graph=True`` and ``create_graph=True``.
     torch._functorch._aot_autograd.runtime_wrappers: RuntimeWrapper.post_compile(compiled_fn)
     torch._C._autograd: _get_current_graph_task_keep_graph
 compiled_autograd       aot_autograd            loops
+    Whether compiled autograd is on: the backward is then traced and compiled a second time.
     torch._dynamo.config: compiled_autograd
     torch._dynamo.compiled_autograd: compiled_autograd_enabled, _enable(compiler_fn)
     torch.fx.experimental._backward_state: BackwardState
 dynamo                  dynamo                  loops
+    What Dynamo compiles, why a graph of it ends, and how to have it forget a compilation.
     torch._C._dynamo.eval_frame: _debug_get_cache_entry_list, reset_code
     torch._dynamo.convert_frame: register_bytecode_hook(hook)
     torch._dynamo.exc: RestartAnalysis, TorchDynamoException, Unsupported
@@ -105,10 +127,12 @@ dynamo                  dynamo                  loops
     torch._dynamo.variables.tensor: log
     torch._dynamo.variables.ctx_manager: log
 default_device          default_device          speed
+    A default device, through which Dynamo traces only the calls that make tensors.
     torch.utils._device: DeviceContext, _device_constructors
     torch._dynamo.variables.torch_function: SymbolicTorchFunctionState._pop_mode_for_inlining,
         SymbolicTorchFunctionState.call_torch_function_mode(tx, fn, types, args, kwargs)
 checkpoint_frames       dynamo                  linter
+    The frames of modules, checkpoints and backward passes on the Python stack.
     torch.nn: Module._call_impl
     torch.autograd: backward
     torch.autograd.graph: _engine_run_backward
@@ -118,26 +142,33 @@ checkpoint_frames       dynamo                  linter
         | _checkpoint_without_reentrant_generator(fn)
     torch._C: _current_graph_task_id
 modules                 modules                 loops
+    Modules' own tensors, and what wrappers and torch.compile have put around them.
     torch._dynamo.eval_frame: OptimizedModule
     torch.nn: Module._apply(fn, recurse), Module._compiled_call_impl
     torch.distributed.fsdp._common_utils: FSDP_WRAPPED_MODULE
     torch.distributed.algorithms._checkpoint.checkpoint_wrapper: _CHECKPOINT_WRAPPED_MODULE
 fsdp_states             modules                 traces
+    What FSDP2 keeps of the modules that it wraps: their tensors, and the state of its hooks.
     torch.distributed.fsdp: FSDPModule._get_fsdp_state
 collective_ops          collectives             loops
+    The ops of functional collectives, by name; a torch without distributed has none.
     torch.ops: _c10d_functional, _dtensor
 exchanges               exchanges               sequences
+    Exchanges that a graph holds as ops. That they are right is tested on ranks.
     torch.distributed._functional_collectives: all_to_all_single(self, output_split_sizes,
         input_split_sizes, group), all_to_all_single_autograd(self, output_split_sizes,
         input_split_sizes, group), wait_tensor
 pretended_ranks         pretended_ranks         plans
+    A process group whose other ranks do not exist, for plans of one rank.
     torch.testing._internal.distributed.fake_pg: FakeStore
 attention_blocks        attention_blocks        sequences
+    Attention to a block of keys, with the logarithm of its sum of exponentials.
     torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu,
         _scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_flash_attention,
         _scaled_dot_product_flash_attention_backward, _flash_attention_forward,
         _flash_attention_backward
 compiler_collectives    collectives             loops
+    Agree with the other ranks on a number, while graphs are compiled.
     torch._dynamo.config: enable_compiler_collectives
     torch._dynamo.distributed: get_compile_pg
     torch._guards: CompileContext.current_compile_id, CompileId
@@ -145,19 +176,24 @@ compiler_collectives    collectives             loops
     torch.distributed.distributed_c10d: _get_default_store, _resolve_process_group
     torch.utils._mode_utils: no_dispatch
 data_parallel           collectives             loops
+    Which data-parallel wrapper runs the graph that is compiled now.
     torch._dynamo.backends.distributed: propagate_dynamo_source
     torch.nn.parallel: DistributedDataParallel._get_active_ddp_module
 ddp_buckets             collectives             loops
+    Which call a graph is that Dynamo has split off for a bucket of DDP.
     torch._dynamo.backends.distributed: SubmodCompiler.run_node(n), DDPOptimizer.compile_fn(gm)
 compile_fx              inductor                loops
+    Compile a graph with Inductor, with passes at its hooks.
     torch._inductor.compile_fx: compile_fx(inner_compile, config_patches), compile_fx_inner
     torch._inductor.custom_graph_pass: CustomGraphPass.uuid, CustomPartitionerFn.uuid
     torch._inductor: custom_graph_pass.CustomSchedulerPass | config._post_fusion_custom_pass
     torch._inductor.config: custom_partitioner_fn, post_grad_custom_pre_pass,
         post_grad_custom_post_pass, _pre_fusion_custom_pass, _post_fusion_custom_pass
 plain_inductor          plain_inductor          loops
+    Compile a graph with Inductor and nothing else, and what its modes set.
     torch._inductor: compile(gm, example_inputs, options), list_mode_options(mode)
 inductor_lowerings      inductor                loops
+    Tell Inductor how to lower an op: write a value to memory, or call the op as it is.
     torch._inductor.lowering: lowerings, register_lowering(type_promotion_kind),
         make_fallback(warn), fallback_handler
     torch._inductor.graph: GraphLowering
@@ -165,9 +201,11 @@ inductor_lowerings      inductor                loops
     torch._inductor.ir: StorageBox.realize
     torch._inductor.decomposition: select_decomp_table
 control_dependencies    inductor                loops
+    Order nodes of a graph that have no data in common, so that Inductor keeps the order.
     torch._inductor.fx_passes.control_dependencies: control_deps, preserve_node_ordering
     torch.utils._ordered_set: OrderedSet
 settings                settings                loops
+    Read and patch the settings of Inductor, AOTAutograd and Dynamo.
     torch._inductor.config: _config, patch, get_config_copy, fx_graph_cache, compile_threads,
         post_grad_custom_pre_pass, shape_padding, force_shape_pad
     torch._functorch.config: patch, activation_memory_budget, cse, enable_autograd_cache,
@@ -175,10 +213,12 @@ settings                settings                loops
     torch._dynamo.config: patch, automatic_dynamic_shapes, error_on_recompile,
         run_gc_after_compile
 caches                  caches                  loops
+    What torch counts while it compiles, and a compile cache that is empty.
     torch._dynamo.utils: counters
     torch._inductor.metrics: num_auto_chunking
     torch._inductor.utils: fresh_cache
 compile_artifacts       caches                  loops
+    Where torch puts what it writes about a compilation: trace, debug folder, compile cache.
     torch._inductor.config.trace: enabled, debug_dir
     torch._dynamo.utils: get_debug_dir
     torch._functorch._aot_autograd.logging_utils: get_aot_graph_name
@@ -186,13 +226,16 @@ compile_artifacts       caches                  loops
     torch._logging._internal: trace_structured_artifact(name, encoding, payload_fn)
     torch._logging._internal: trace_log.handlers
 host_copy_ops           host_copy_ops           loops
+    The ops that copy a value from a GPU to the host and back, beside computation.
     torch.accelerator: current_stream, set_stream
 attention_kernels       attention_kernels       loops
+    Which fused attention op the device's own dispatch chooses, and a call with a window.
     torch.ops.aten: _scaled_dot_product_flash_attention,
         _scaled_dot_product_flash_attention_backward, _scaled_dot_product_cudnn_attention,
         _scaled_dot_product_cudnn_attention_backward, _flash_attention_forward,
         _flash_attention_backward
 scheduler_mends         scheduler_mends         loops
+    Inductor's pass before fusion, in which its scheduler is mended.
     torch._inductor.config: _pre_fusion_custom_pass
     torch._inductor.scheduler: BaseSchedulerNode.get_nodes, SchedulerNode
     torch._inductor.virtualized: V
@@ -201,16 +244,19 @@ scheduler_mends         scheduler_mends         loops
     torch._inductor.sizevars: SizeVarAllocator
     torch.fx.experimental.symbolic_shapes: free_unbacked_symbols
 scheduler_dependencies  scheduler_mends         loops
+    Kernels wait for the loops whose results they read.
     torch._inductor.scheduler: SchedulerNode.recompute_size_and_body,
         SchedulerNode.set_read_writes
     torch._inductor.dependencies: ReadWrites.with_read, ReadWrites.rename, StarDep, WeakDep
     torch.utils._ordered_set: OrderedSet
 results_in_place        scheduler_mends         loops
+    Kernels that write over what a loop wrote, in place of memory that nothing needs.
     torch._inductor.scheduler: SchedulerNode.decide_inplace_update, NodeUser(can_inplace)
     torch._inductor.codegen.common: Kernel, KernelArgs, InplacedBuffer.other_names
     torch._inductor.codegen.wrapper: can_match_buffer_size(input_buf, output_buf)
     torch._inductor.ir: MutationOutput, NoneLayout
 vectorized_cpp          scheduler_mends         loops
+    Two faults of Inductor's vectorized C++, mended for the graphs of one scheduler.
     torch._inductor.config.cpp: dynamic_threads
     torch._inductor.codegen.cpp: CppKernel, CppKernelProxy.tile2d_kernel_cls,
         CppScheduling.codegen_outer_loop_node(node), CppScheduling.kernel_proxy_cls,
@@ -221,23 +267,27 @@ vectorized_cpp          scheduler_mends         loops
     torch._inductor.scheduler: Scheduler.get_backend
     torch.utils._sympy.symbol: SymT.TMP, free_symbol_is_type
 kernel_order            inductor_kernels        schedule
+    The devices of the graph that Inductor schedules, and the order of its kernels.
     torch._inductor.config: reorder_for_peak_memory
     torch._inductor.graph: GraphLowering.add_device_info
     torch._inductor.memory: reorder_for_peak_memory
     torch._inductor.virtualized: V
     torch.utils._ordered_set: OrderedSet
 scheduled_loops         inductor_kernels        schedule
+    Whether the schedule runs the loops of a graph, each before what reads its results.
     torch._inductor.dependencies: WeakDep
     torch._inductor.graph: GraphLowering.run_node
     torch._inductor.ir: WhileLoop
     torch._inductor.scheduler: BaseSchedulerNode.get_nodes, BaseSchedulerNode.get_outputs,
         SchedulerBuffer.get_mutations
 local_buffers           inductor_kernels        schedule
+    Which values stay inside of one C++ kernel that Inductor made of several loop nests.
     torch._inductor.codegen.cpp: OuterLoopFusedSchedulerNode.get_outer_nodes
     torch._inductor.loop_body: LoopBody.get_read_expr(buffer_name),
         LoopBody.get_write_expr(buffer_name)
     torch._inductor.scheduler: SchedulerNode
 triton_kernels          inductor_kernels        schedule
+    What memory Triton kernels take, besides what a schedule says of their buffers.
     torch._inductor.choices: InductorChoices.should_use_persistent_reduction(features,
         cooperative_reduction)
     torch._inductor.codegen.cuda_combined_scheduling: CUDACombinedScheduling
@@ -251,6 +301,7 @@ triton_kernels          inductor_kernels        schedule
     torch._inductor.scheduler: FusedMixOrderReductions, FusedSchedulerNode,
         MixOrderReduction.get_numel_rnumel, Scheduler.get_backend
 inductor_schedule       inductor_schedule       schedule
+    Read Inductor's schedule after fusion: what each call allocates, overwrites and frees.
     torch._inductor.config: _post_fusion_custom_pass
     torch._inductor.codegen.wrapper: can_match_buffer_size
     torch._inductor.graph: GraphLowering.get_allocation_storage_size, SubgraphLowering,
@@ -265,6 +316,7 @@ inductor_schedule       inductor_schedule       schedule
     torch._inductor.virtualized: V
     torch.fx.experimental.symbolic_shapes: free_unbacked_symbols
 pretended_gpu           pretended_gpu           gpu
+    A step is traced and compiled for a GPU that is not there.
     torch._C: _only_lift_cpu_tensors, _set_only_lift_cpu_tensors
     torch._dynamo.device_interface: CudaInterface.Worker.get_device_properties,
         caching_worker_device_properties, caching_worker_current_devices
@@ -274,13 +326,16 @@ pretended_gpu           pretended_gpu           gpu
     torch._subclasses.fake_tensor: FakeTensorMode.avoid_device_init, init_gpu_context
     torch.utils._triton: has_triton
 pretended_gpu_attention pretended_gpu_attention gpu
+    The kernel that CUDA would choose for ``scaled_dot_product_attention``.
     torch.ops.aten: _scaled_dot_product_flash_attention, _scaled_dot_product_efficient_attention,
         _scaled_dot_product_cudnn_attention, _scaled_dot_product_attention_math
     torch.library: Library._destroy
 pretended_gpu_engine    pretended_gpu_engine    gpu
+    Differentiate fake CUDA tensors on a machine that has no CUDA device.
     torch.autograd: set_multithreading_enabled
     torch.backends.cuda: is_built
 pretended_triton        pretended_triton        gpu
+    Compile a step for a pretended GPU: to the code that Inductor writes, and to cubins.
     torch._inductor.graph: GraphLowering.save_output_code
     torch._inductor.runtime.triton_heuristics: CachingAutotuner.precompile,
         CachingAutotuner._precompile_worker
@@ -306,20 +361,15 @@ class Probe:
     Attributes:
         adapter: the file of mstpass/torch_internals, without ``.py``.
         lost: what mstpass does without it; a key of ``LOST``.
+        purpose: what the part is for.
         apis: as versions.py describes them.
-        check: a check of behavior, which gets the adapter.
     """
 
     name: str
     adapter: str
     lost: str
+    purpose: str
     apis: tuple[str, ...]
-    check: Callable[[Any], None]
-
-    @property
-    def purpose(self) -> str:
-        """What the part is for."""
-        return (inspect.getdoc(self.check) or "").partition("\n")[0]
 
     def require(self) -> None:
         """Check that all APIs exist and have their parameters.
@@ -330,21 +380,10 @@ class Probe:
         for api in self.apis if _APPLIES.get(self.name, lambda: True)() else ():
             find(api)
 
-    def run(self) -> None:
-        """Check the APIs, and what they do.
-
-        Raises:
-            Exception: torch lacks one, or does something else.
-        """
-        adapter = importlib.import_module(f"mstpass.torch_internals.{self.adapter}")
-        self.require()
-        self.check(adapter)
-
 
 def _rows() -> Iterator[Probe]:
-    checks = {**vars(of_graphs), **vars(of_frontend), **vars(of_inductor)}
     for row in re.split(r"\n(?=\w)", _TABLE.strip()):
-        head, *where = re.split(r"\n {4}(?=\w)", row)
+        head, purpose, *where = re.split(r"\n {4}(?=\w)", row)
         name, adapter, lost = head.split()
         homes = (" ".join(text.split()).split(": ") for text in where)
         apis = [
@@ -352,8 +391,60 @@ def _rows() -> Iterator[Probe]:
             for home, names in homes
             for api in _COMMA.split(names)
         ]
-        yield Probe(name, adapter, lost, tuple(apis), checks[name])
+        yield Probe(name, adapter, lost, purpose, tuple(apis))
 
 
 PROBES = tuple(_rows())
-(HOOKS,) = (probe for probe in PROBES if probe.name == "compile_fx")  # whether they are called
+
+
+def check_hooks() -> None:
+    """Compile a graph of one product: Inductor calls the passes at its hooks.
+
+    Raises:
+        TorchChangedError: it does not, or with other arguments.
+    """
+    wrong: list[str] = []
+    called: set[str] = set()
+
+    def hook(name: str, base: type, run: Callable[..., Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            try:
+                return run(*args, **kwargs)
+            except (AttributeError, TypeError):
+                wrong.append(f"{name} is called with other arguments")
+                raise
+
+        return type(name, (base,), {"__call__": call, "uuid": lambda self: None})()
+
+    def partition(
+        gm: Any, inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any, **_: Any
+    ) -> Any:
+        names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+        if names != (expected := ["primals_1", "primals_2", "tangents_1"]):
+            wrong.append(f"the joint graph's inputs are not named {expected}")
+        return min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs)
+
+    hooks = {
+        name: hook(name, base, run)
+        for name, base, run in (
+            (
+                "post_grad_custom_post_pass",
+                CustomGraphPass,
+                lambda g: g.find_nodes(op="output"),
+            ),
+            ("custom_partitioner_fn", CustomPartitionerFn, partition),
+            ("_pre_fusion_custom_pass", CustomSchedulerPass, lambda kernels: kernels[:]),
+        )
+    }
+    module = fx.symbolic_trace(lambda x, y: (x @ y,))  # for a product alone no kernel is compiled
+    with tracing(None), torch.enable_grad():
+        x, y = (torch.ones(2, 2, device="cpu", requires_grad=needs) for needs in (True, False))
+        try:
+            compile_fx(module, [x, y], config_patches=hooks)
+        except Exception:
+            if not wrong:
+                raise
+    expect(not wrong, "; ".join(wrong))
+    for name in hooks:
+        expect(name in called, f"{name} is not called")

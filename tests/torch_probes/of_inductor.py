@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import tracing
 
 from mstpass.torch_internals.versions import expect
 
@@ -19,55 +16,6 @@ aten = torch.ops.aten
 
 
 # ---- compile -----------------------------------------------------------------------------------
-def compile_fx(own: Any) -> None:
-    """Compile a graph with Inductor, with passes at its hooks."""
-    wrong: list[str] = []
-    called: set[str] = set()
-
-    def hook(name: str, base: type, run: Callable[..., Any]) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            called.add(name)
-            try:
-                return run(*args, **kwargs)
-            except (AttributeError, TypeError):
-                wrong.append(f"{name} is called with other arguments")
-                raise
-
-        return type(name, (base,), {"__call__": call, "uuid": lambda self: None})()
-
-    def partition(
-        gm: Any, inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any, **_: Any
-    ) -> Any:
-        names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
-        if names != (expected := ["primals_1", "primals_2", "tangents_1"]):
-            wrong.append(f"the joint graph's inputs are not named {expected}")
-        return min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs)
-
-    hooks = {
-        name: hook(name, base, run)
-        for name, base, run in (
-            (
-                "post_grad_custom_post_pass",
-                own.CustomGraphPass,
-                lambda g: g.find_nodes(op="output"),
-            ),
-            ("custom_partitioner_fn", own.CustomPartitionerFn, partition),
-            ("_pre_fusion_custom_pass", own.CustomSchedulerPass, lambda kernels: kernels[:]),
-        )
-    }
-    module = fx.symbolic_trace(lambda x, y: (x @ y,))  # for a product alone no kernel is compiled
-    with tracing(None), torch.enable_grad():
-        x, y = (torch.ones(2, 2, device="cpu", requires_grad=needs) for needs in (True, False))
-        try:
-            own.compile_fx(module, [x, y], config_patches=hooks)
-        except Exception:
-            if not wrong:
-                raise
-    expect(not wrong, "; ".join(wrong))
-    for name in hooks:
-        expect(name in called, f"{name} is not called")
-
-
 def plain_inductor(own: Any) -> None:
     """Compile a graph with Inductor and nothing else, and what its modes set."""
     found = own.options_of_mode("max-autotune")
@@ -157,10 +105,6 @@ def attention_kernels(own: Any) -> None:
 
 
 # ---- the scheduler -----------------------------------------------------------------------------
-def scheduler_mends(own: Any) -> None:
-    """Inductor's pass before fusion, in which its scheduler is mended."""
-
-
 def scheduler_dependencies(own: Any) -> None:
     """Kernels wait for the loops whose results they read."""
     from torch._inductor.dependencies import ReadWrites
@@ -209,10 +153,6 @@ def scheduled_loops(own: Any) -> None:
     expect(next(iter(operands)) == "cond_fn", "while_loop's first operand is no condition")
 
 
-def local_buffers(own: Any) -> None:
-    """Which values stay inside of one C++ kernel that Inductor made of several loop nests."""
-
-
 def triton_kernels(own: Any) -> None:
     """What memory Triton kernels take, besides what a schedule says of their buffers."""
     from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
@@ -257,14 +197,6 @@ def inductor_schedule(own: Any) -> None:
 
 
 # ---- the pretended GPU -------------------------------------------------------------------------
-def pretended_gpu(own: Any) -> None:
-    """A step is traced and compiled for a GPU that is not there."""
-
-
-def pretended_gpu_attention(own: Any) -> None:
-    """The kernel that CUDA would choose for ``scaled_dot_product_attention``."""
-
-
 def pretended_gpu_engine(own: Any) -> None:
     """Differentiate fake CUDA tensors on a machine that has no CUDA device."""
     methods = own.virtual_methods()
@@ -272,7 +204,3 @@ def pretended_gpu_engine(own: Any) -> None:
     first = methods[:1] == ["~AcceleratorHooksInterface"]
     expect(first and known, "AcceleratorHooksInterface has other virtual methods")
     expect(bool(own.cuda_hooks()), "at::detail::getCUDAHooks is missing")
-
-
-def pretended_triton(own: Any) -> None:
-    """Compile a step for a pretended GPU: to the code that Inductor writes, and to cubins."""

@@ -1,1 +1,0 @@
-"""Probes of the private APIs: the table, and the checks of behavior."""
