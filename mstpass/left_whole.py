@@ -98,27 +98,21 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
 
 
 def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
-    """The region whole, and in the better of two modes; None if that cannot be told."""
-    found = []
-    regions = (region for region in problem.regions if region.region == candidate.region)
-    modes: list[str] = []  # of the graph as it was traced, the problem has no regions
-    for region in regions:
-        first = next(mode for mode in region.modes if mode.loops)
-        modes += dict.fromkeys((first.name, least_memory_mode(region).name))
-    for mode in (WHOLE, *modes):
-        try:
-            one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
-            found.append((one.peak_bytes, one.us, mode))
-        except (Cycle, nx.NetworkXUnbounded):
-            if mode == WHOLE:
-                return None
-    (whole_bytes, *_), *chunked = found
-    if not chunked:
+    """The region whole, and in its mode of least memory; None if that cannot be told."""
+    region = next((r for r in problem.regions if r.region == candidate.region), None)
+    if region is None:  # of the graph as it was traced, the problem has no regions
         return None
-    chunked_bytes, us, mode = min(chunked)
+    mode = least_memory_mode(region).name
+    try:
+        whole, chunked = (
+            fewest_saved_bytes(problem, {**plan.modes, candidate.region: name})
+            for name in (WHOLE, mode)
+        )
+    except (Cycle, nx.NetworkXUnbounded):
+        return None
     before_us = problem.cached(baseline).us
-    extra_time = us / before_us - 1 if before_us else 0.0
-    return _Compared(whole_bytes, chunked_bytes, extra_time, _loops_text(candidate[mode]))
+    extra_time = chunked.us / before_us - 1 if before_us else 0.0
+    return _Compared(whole.peak_bytes, chunked.peak_bytes, extra_time, _loops_text(candidate[mode]))
 
 
 def _loops_text(plan: ChunkPlan) -> str:

@@ -33,6 +33,7 @@ from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.view_storages import share_storages
 from mstpass.limit import Limit, simulated_limit
+from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import MASKS, READ
 from mstpass.normalize.left_out import NOTHING
@@ -241,7 +242,8 @@ def _written(
     modules = crossing.modules
     for module in modules:
         share_storages(module.graph)
-    memory = crossing.memory
+    forward, backward = (module.graph for module in modules)
+    memory = simulate_step(forward, backward, not planned.limit.is_free)
     outcome = dataclasses.replace(
         _outcome(chunk_plans, (*rejections, *runner.refused)),
         save_plan=crossing.save_plan,

@@ -23,9 +23,8 @@ from mstpass.limit import Limit
 from mstpass.loops.apply_plans import CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE, copied_nodes, region_modes
-from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import as_copies
 from mstpass.normalize.left_out import LeftOut, convolutions_in_vain
 from mstpass.options import Options
@@ -113,14 +112,17 @@ class Planned:
         values = (value for n in self.joint.nodes for value in tensors_of(n.meta.get("val")))
         return not needs_torch(self.joint) and not any(map(depends_on_data, values))
 
+    def program_of(self, step: StepSimulation) -> Program:
+        """What is written of a step: cheap values run twice where the peak is above the limit."""
+        return step.lowered_program if self._is_above_limit(step) else step.program
+
     @property
     def peak_bytes(self) -> int:
         """The simulated peak of what is written."""
         step = self.simulation
-        return step.lowered_peak_bytes if self.is_lowered(step) else step.peak_bytes
+        return step.lowered_peak_bytes if self._is_above_limit(step) else step.peak_bytes
 
-    def is_lowered(self, step: StepSimulation) -> bool:
-        """Whether cheap values run twice: where the peak is above the limit."""
+    def _is_above_limit(self, step: StepSimulation) -> bool:
         return self.limit_bytes is not None and step.peak_bytes > self.limit_bytes
 
     @property
@@ -269,13 +271,11 @@ class Split:
     """The forward and the backward graph, and what crosses between them.
 
     Attributes:
-        memory: the simulated memory of what is written.
         left_to_torch: why torch's own partitioner split the graph; empty if it did not.
     """
 
     modules: Modules
     save_plan: SavePlan
-    memory: StepMemory
     left_to_torch: str = ""
 
 
@@ -291,24 +291,19 @@ def split(
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
-        memory = simulate_step(modules[0].graph, modules[1].graph, not planned.limit.is_free)
-        return Split(modules, _named(save_plan, planned.joint), memory, reason)
+        return Split(modules, _named(save_plan, planned.joint), reason)
     problem, plan = with_node_names(with_modes(planned.problem, planned.plan.modes), planned.plan)
     done = with_reconstruction(rewritten, problem, plan, options, planned.limit, runner)
     if done is not None:
         rewritten, problem, plan = done.joint, done.problem, done.plan
-    step = StepSimulation.of(problem, plan)
-    lowered = planned.is_lowered(step)
-    program = step.lowered_program if lowered else step.program
-    memory = step.lowered_memory if lowered else step.memory
+    program = planned.program_of(StepSimulation.of(problem, plan))
     modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
         runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)
-    memory = dataclasses.replace(memory, known=planned.is_known)
-    return Split(modules, _named(save_plan, planned.joint), memory)
+    return Split(modules, _named(save_plan, planned.joint))
 
 
 def _named(save_plan: SavePlan, joint: JointGraph) -> SavePlan:

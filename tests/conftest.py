@@ -18,7 +18,6 @@ from torch import fx
 from mstpass import fewer_loops, pipeline
 from mstpass.frame_stack import with_deep_stack
 from mstpass.fuzz.plans import broken_limits
-from mstpass.memory.simulate_graph import simulate_step
 from mstpass.options import Options
 from mstpass.passes import runner
 from mstpass.problem.solver_registry import registered
@@ -28,7 +27,6 @@ from tests.mixed_solver import mixed_wherever_possible
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
-PREPARED_BYTES = 1024  # of scalars that are computed before a loop
 
 CUDA = pytest.param(
     "cuda",
@@ -134,10 +132,7 @@ def every_pass_is_verified() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def every_plan_keeps_its_promises() -> Iterator[None]:
-    """No plan of any test is above Inductor alone, and no free plan takes more than its time.
-
-    The graphs that are written have the simulated peak of the plan, but for what loops prepare.
-    """
+    """No plan of any test is above Inductor alone, and no free plan takes more than its time."""
     run = pipeline.run
 
     def checked(
@@ -151,11 +146,6 @@ def every_plan_keeps_its_promises() -> Iterator[None]:
         if not forced and not copied and not outcome.left_to_torch:
             broken = [str(b) for b in broken_limits(outcome, options, more.get("limit"))]
             assert not broken, broken
-        if result.modules is not None and result.after is not None and not outcome.left_to_torch:
-            graphs = [graph.graph for graph in result.modules]
-            written = [simulate_step(*graphs, delayed).peak_bytes for delayed in (False, True)]
-            said = result.after.peak_bytes
-            assert min(abs(each - said) for each in written) <= PREPARED_BYTES, (written, said)
         return result
 
     with pytest.MonkeyPatch.context() as patch:

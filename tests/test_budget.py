@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import pipeline, pipeline_stages
+from mstpass import pipeline
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.memory.timeline import Moment
+from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import memory_of
 from mstpass.partition.solve import solve
@@ -162,16 +162,16 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes, free_time = peak_of("free")
     exactly = math.ceil(MEASURED_OVER_SIMULATED * free_bytes) + 1
     assert peak_of(exactly) == (free_bytes, free_time)
-    split = pipeline_stages.split
+    simulate = pipeline.simulate_step
 
-    def a_bit_more(*args: Any) -> pipeline_stages.Split:
-        found = split(*args)
-        memory = found.memory
+    def a_bit_more(*graphs: Any) -> StepMemory:
+        memory = simulate(*graphs)
         moments = (*memory.forward.moments, Moment("more", memory.peak_bytes + 4096))
-        forward = dataclasses.replace(memory.forward, moments=moments)
-        return dataclasses.replace(found, memory=dataclasses.replace(memory, forward=forward))
+        return dataclasses.replace(
+            memory, forward=dataclasses.replace(memory.forward, moments=moments)
+        )
 
-    monkeypatch.setattr(pipeline_stages, "split", a_bit_more)
+    monkeypatch.setattr(pipeline, "simulate_step", a_bit_more)
     assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 

@@ -18,8 +18,10 @@ from torch.nn.attention import flex_attention as flex
 
 import mstpass
 from mstpass.graph import ops
+from mstpass.graph.attention import OTHER_KERNEL, ROWS, is_attention, operand_rows
 from mstpass.graph.heads import BUFFERS, OTHER_SCORES
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.tokens import Refusal
 from mstpass.regions.advice import fix_of
 from mstpass.regions.attention import detect_attention
 from tests.checks import KERNELS, check_against_float64, joint_graph, kinds, op_by_op
@@ -193,6 +195,11 @@ def test_scores_of_each_head_are_refused() -> None:
     regions, rejections = detect_attention(_joint(Form("causal", "slopes")))
     assert not regions and [r.reason for r in rejections] == [OTHER_SCORES]
     assert all(fix_of(reason) for reason in (OTHER_SCORES, BUFFERS))
+
+
+def test_it_has_no_rows_of_queries() -> None:
+    (node, *_) = filter(is_attention, _joint(Form("causal", "")).nodes)
+    assert operand_rows(node, (ROWS,)) == Refusal(OTHER_KERNEL)
 
 
 @pytest.mark.full

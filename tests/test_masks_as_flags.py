@@ -146,8 +146,20 @@ def test_fewer_keys_than_queries() -> None:
 @pytest.mark.op_by_op
 @pytest.mark.parametrize(("mask", "proven"), [(_causal, True), (_window, False)])
 def test_symbolic_lengths(mask: Mask, proven: bool) -> None:
-    result = _without_masks(Attention(mask), _input(), dynamic=True)
-    assert _flags(result) == [(proven, not proven)] * 2
+    """A mask is computed for the longest batch of a plan, so the plan must have one."""
+    x = _input()
+    assert _flags(_without_masks(Attention(mask), x, dynamic=True)) == [(False, True)] * 2
+    torch._dynamo.mark_dynamic(x, 1, min=2, max=16)
+    assert _flags(_without_masks(Attention(mask), x)) == [(proven, not proven)] * 2
+
+
+@pytest.mark.op_by_op
+def test_plans_by_length() -> None:
+    """Each has a longest batch: that of its range."""
+    step = compiled(Attention(_causal), dynamic=True)
+    for tokens in (16, 40):
+        step(_input(tokens)).backward()
+        assert "proven to be causal" in " ".join(mstpass.reports()[-1].outcome.notes)
 
 
 @pytest.mark.op_by_op

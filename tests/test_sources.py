@@ -26,10 +26,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "graph/graph_text.py": dict.fromkeys(["_arg"], "nested arguments"),
     "graph/joint.py": dict.fromkeys(["tensors_of"], "nested results"),
     "graph/narrow_offsets.py": dict.fromkeys(["_calls"], "loops in loops"),
-    "graph/positions/exact.py": dict.fromkeys(
-        ["_bounds", "bounds"], "quotients of quotients in one index"
-    ),
-    "graph/positions/polynomials.py": dict.fromkeys(["_of_expression"], "the terms of a size"),
     "graph/row_sums.py": dict.fromkeys(
         ["_RowSums._of_parts", "_RowSums.of"],
         "a sum of sums, which is as deep as one loss is written",

@@ -4,7 +4,8 @@ joint.py, builder.py          a graph read, and a graph built node by node
 op_table.py, ops.py           what is known about each op: its row in op_rows/; token_rules/,
                               linearity.py: the rules that rows refer to
 tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
-heads.py, axes.py             dims of heads; what tokens and heads have in common
+attention.py                  what attention's operands and results hold: heads, rows of queries
+heads.py, axes.py             dims of heads; the axes along which loops cut values
 sizes.py                      symbolic sizes
 products.py, attention_work.py, loop_work.py, traffic.py    products, attention, loops and traffic
 convolution_work.py           a convolution as a product of its size

@@ -106,9 +106,6 @@ class HeadAxis:
             return self._attention_result(node, operand, held)
         if is_attention_item(node):
             return self._item(node)
-        row = ops.lookup(node)
-        if isinstance(row, Refusal):
-            return _in_terms_of_heads(row)
         if ops.is_reshape(node):
             return through_view(shape_of(operand), shape_of(node), held, self.num_heads)
         if works_along(node, held.dim):
@@ -131,9 +128,6 @@ class HeadAxis:
             return self._attention_operands(node)
         if is_attention_item(node):
             return self._item_source(node)
-        row = ops.lookup(node)
-        if isinstance(row, Refusal):
-            return _in_terms_of_heads(row)
         if ops.is_reshape(node):
             source = node.all_input_nodes[0]
             result = through_view(shape_of(node), shape_of(source), held, self.num_heads)

@@ -150,7 +150,7 @@ class _Features(Growth):
         return {} if isinstance(needs, Refusal) else needs
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
-        held = self._held(operand) if self.may_hold(user) else None
+        held = self.held(operand) if self.may_hold(user) else None
         return self.axis.result_spec(user, operand, held) if held else Refusal("")
 
     def _pull(self, operand: fx.Node, spec: Spec) -> None:

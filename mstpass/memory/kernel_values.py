@@ -54,6 +54,7 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value = KernelValue(one.reads, one.loads, one.apart, one.unfused)
         value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
         value.slow, value.by_dim = op.slow or one.slow, one.by_dim and not one.from_call
+        value.loops_end = one.loops_end
     else:
         value = KernelValue(
             NOTHING.union(*[one.reads for one in operands]),
@@ -65,7 +66,9 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
-    value.loops_end = frozenset(op.loops_end).union(*[one.loops_end for one in operands])
+        value.loops_end = NOTHING.union(*[one.loops_end for one in operands])
+    if op.loops_end:
+        value.loops_end |= frozenset(op.loops_end)
     if op.own_loops:
         value.apart = value.unfused = value.reads
         value.loads = frozenset(

@@ -109,7 +109,7 @@ def _free_inputs(problem: CutProblem) -> dict[str, Value]:
 
 def _as_input(value: Value) -> Value:
     kind = SIZE if value.kind == SIZE else INPUT
-    return dataclasses.replace(value, kind=kind, inputs=(), inner_bytes=0, us=0.0)
+    return value.changed(kind=kind, inputs=(), inner_bytes=0, us=0.0)
 
 
 class _Recomputation:

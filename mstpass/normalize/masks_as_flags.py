@@ -2,7 +2,7 @@
 
 A model computes its mask as a tensor wherever it cannot look at data while it is traced, so a
 compiled step has a value of queries x keys, and CUDA's flash kernels, which take no mask, are out
-of reach. Where a mask is proven to be a band around the diagonal (graph/positions/bands.py):
+of reach. Where a mask is proven to be a band around the diagonal (graph/bands.py):
 
     all true        no mask
     causal          the kernel's ``is_causal``
@@ -26,14 +26,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph.bands import Band, band_of
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.positions import Band, Positions, Unknown, band_of
-from mstpass.graph.positions.calls import name_of_op, shape_of
-from mstpass.graph.positions.pieces import Shape
-from mstpass.graph.sizes import depends_on_data, generic_stride, hint_shape
+from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, hint_shape
 from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.write_attention import (
@@ -52,7 +50,7 @@ from mstpass.torch_internals.attention_kernels import (
     chosen_kernel,
     has_window,
 )
-from mstpass.torch_internals.graphs import OpOverload
+from mstpass.torch_internals.graphs import name_of
 
 log = logging.getLogger(__name__)
 _LEAST_REPORTED = 2**20  # queries times keys: a smaller mask that is left is no news
@@ -89,7 +87,7 @@ def masks_as_flags(joint: JointGraph) -> WithoutMasks:
         except CannotReplace as error:
             log.debug("attention keeps its ops: %s", error)
             reason = f"flash attention, which has a window, does not fit: {error}"
-            kept = [one.with_op(name_of_op(joint.by_name[one.forward])) for one in decided]
+            kept = [one.with_op(name_of(joint.by_name[one.forward].target)) for one in decided]
             kept = [one for one in kept if one.kernel != WINDOW]
             left = {one.forward for one in decided} - {one.forward for one in kept}
             reasons += [(joint.by_name[name], reason) for name in sorted(left)]
@@ -99,9 +97,8 @@ def masks_as_flags(joint: JointGraph) -> WithoutMasks:
 
 
 def _is_masked_forward(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return name_of_op(node) in FUSED and mask_of(node) is not None
+    is_fused = node.op == "call_function" and name_of(node.target) in FUSED
+    return is_fused and mask_of(node) is not None
 
 
 # ---- decide --------------------------------------------------------------------------------------
@@ -109,8 +106,8 @@ class _Decisions:
     """What becomes of each attention op; layers that are alike share what was found."""
 
     def __init__(self, joint: JointGraph):
-        self._joint, self._positions = joint, Positions(joint)
-        self._bands: dict[tuple[fx.Node, Shape], Band | str] = {}
+        self._joint = joint
+        self._bands: dict[tuple[fx.Node | None, int, int], Band | str] = {}
 
     def of(self, node: fx.Node) -> FlaggedAttention | str:
         """The decision, or why the op stays; empty if its mask depends on data."""
@@ -118,41 +115,32 @@ class _Decisions:
         assert query is not None and key is not None, "the query and key are known"
         if depends_on_data(query) or depends_on_data(key):
             return ""
-        scores = (*shape_of(query)[:-1], shape_of(key)[-2])
-        band = self._band(mask_of(node), scores)
+        band = self._band(mask_of(node), query, key)
         if isinstance(band, str):
-            return band
-        if not band.is_all and scores[-1] != scores[-2]:
+            return band and f"the mask is no flag of a kernel: {band}"
+        if not band.is_all and generic_shape(query)[-2] != generic_shape(key)[-2]:
             return f"the mask is {band}, but {_LENGTHS}"
         backwards = self._backwards(node)
         if backwards is None:
             return f"the mask is {band}, but {_READ}"
         kernel = _kernel(node, band)
         if kernel is None:
-            return f"the mask is {band}, which {_short(name_of_op(node))} has no flag for"
+            return f"the mask is {band}, which {_short(name_of(node.target))} has no flag for"
         return FlaggedAttention(node.name, backwards, band, kernel)
 
-    def _band(self, mask: fx.Node | None, scores: Shape) -> Band | str:
+    def _band(self, mask: fx.Node | None, query: Tensor, key: Tensor) -> Band | str:
         assert mask is not None, "the mask is known"
-        if (mask, scores) not in self._bands:
-            known, value = self._positions.value(mask), value_of(mask)
-            assert value is not None, "the op gives one tensor"
-            if isinstance(known, Unknown):
-                why = f"the mask's form is not known: {known.node}: {known.reason}"
-                found: Band | str = "" if known.from_data else why
-            else:
-                found = band_of(known, value.dtype, scores)
-                if isinstance(found, str):
-                    found = f"the mask is no flag of a kernel: {found}"
-            self._bands[mask, scores] = found
-        return self._bands[mask, scores]
+        scores = (mask, generic_shape(query)[-2], generic_shape(key)[-2])
+        if scores not in self._bands:
+            self._bands[scores] = band_of(self._joint, mask, query, key)
+        return self._bands[scores]
 
     def _backwards(self, node: fx.Node) -> tuple[str, ...] | None:
         """The backwards of an attention op; None if one has another mask."""
-        name = f"{name_of_op(node)}_backward"
+        name = f"{name_of(node.target)}_backward"
         found = []
         for user in self._joint.sorted({user for item in node.users for user in item.users}):
-            if not isinstance(user.target, OpOverload) or name_of_op(user) != name:
+            if name_of(user.target) != name:
                 continue
             if argument(user, "out") not in node.users or mask_of(user) is not mask_of(node):
                 return None
@@ -166,7 +154,7 @@ def _kernel(node: fx.Node, band: Band) -> str | None:
     assert query is not None and key is not None and value is not None, "all three are known"
     scale, has_dropout = argument(node, "scale"), argument(node, "dropout_p") != 0
     if band.is_all or band.is_causal:
-        own = name_of_op(node)
+        own = name_of(node.target)
         if has_dropout or own not in (EFFICIENT, CUDNN):
             return own
         chosen = chosen_kernel(query, key, value, band.is_causal, scale)

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph.bands import Band
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.positions import Band
-from mstpass.graph.positions.calls import name_of_op
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.torch_internals.attention_kernels import CUDNN, FLASH
-from mstpass.torch_internals.graphs import schema_of
+from mstpass.torch_internals.graphs import name_of, schema_of
 
 aten = torch.ops.aten
 WINDOW = "aten::_flash_attention_forward"
@@ -79,7 +78,7 @@ def write_attention(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> J
     for one in decided:
         forward = joint.by_name[one.forward]
         backwards = [joint.by_name[name] for name in one.backwards]
-        if one.kernel == name_of_op(forward):
+        if one.kernel == name_of(forward.target):
             for node in (forward, *backwards):
                 _set_arguments(node, {_mask_argument(node): None, "is_causal": one.band.is_causal})
             continue
@@ -186,7 +185,9 @@ class _Writer:
 
     def _backward(self, node: fx.Node) -> list[fx.Node]:
         first = (
-            "grad_out_" if name_of_op(node).endswith("efficient_attention_backward") else "grad_out"
+            "grad_out_"
+            if name_of(node.target).endswith("efficient_attention_backward")
+            else "grad_out"
         )
         gradient = argument(node, first)
         operands = [argument(node, name) for name in ("query", "key", "value")]

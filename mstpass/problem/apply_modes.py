@@ -195,9 +195,7 @@ class _Writer:
         inputs = lambda name: self.new[name].inputs
         serves_forward = set(walk_once(self.problem.outputs, inputs))
         values = [
-            v
-            if v.forward == (v.name in serves_forward)
-            else dataclasses.replace(v, forward=not v.forward)
+            v if v.forward == (v.name in serves_forward) else v.changed(forward=not v.forward)
             for v in self.new.values()
             if v.name not in self.backward
         ]

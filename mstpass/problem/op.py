@@ -116,5 +116,10 @@ class Op:
         inputs = tuple([name_of(operand) for operand in self.inputs])
         in_rows = tuple([(name_of(operand), size) for operand, size in self.in_rows])
         dims = tuple([(name_of(operand), dims) for operand, dims in self.broadcasts])
-        more: dict[str, Any] = dict(changed)
-        return dataclasses.replace(self, inputs=inputs, in_rows=in_rows, broadcasts=dims, **more)
+        return self.changed(inputs=inputs, in_rows=in_rows, broadcasts=dims, **changed)
+
+    def changed(self, **fields: Any) -> Self:
+        """``dataclasses.replace``, but for the checks of the values: for walks over whole steps."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), **fields)
+        return new

@@ -341,8 +341,6 @@ def with_needs(
         if op.name in live:
             live.update(op.inputs)
     return tuple(
-        value
-        if value.needed == (value.name in live)
-        else dataclasses.replace(value, needed=value.name in live)
+        value if value.needed == (value.name in live) else value.changed(needed=value.name in live)
         for value in values
     )

@@ -183,7 +183,7 @@ _ADVICE = (
         "apply dropout to the result of attention, or set attention's probability of it to 0",
     ),
     (
-        r"key-value heads|a single head",
+        r"key-value heads",
         f"{_NOTHING}: attention runs in groups of heads only if its heads divide into groups",
     ),
     (

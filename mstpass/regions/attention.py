@@ -39,6 +39,7 @@ from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import found_regions
 from mstpass.regions.head_growth import HeadGrowth, RoundTrip
+from mstpass.walk import walk_once
 
 aten = torch.ops.aten
 KIND = "attention"
@@ -97,21 +98,16 @@ def _best_growth(
             growth = _grown(joint, seed, before.num_heads, taken)
             if _size(growth) == _size(before):
                 return growth
-    best: HeadGrowth | None = None
-    first_refusal: CannotTake | None = None
+    growths, refusals = list[HeadGrowth](), list[CannotTake]()
     for num_heads in range(seed.num_heads, 1, -1):
-        if seed.num_heads % num_heads:
-            continue
-        try:
-            growth = _grown(joint, seed, num_heads, taken)
-        except CannotTake as refusal:
-            first_refusal = first_refusal or refusal
-            continue
-        if best is None or _crossing_bytes(growth) < _crossing_bytes(best):
-            best = growth
-    if best is None:
-        raise first_refusal or CannotTake(seed.node, "has a single head")
-    return best
+        if seed.num_heads % num_heads == 0:
+            try:
+                growths.append(_grown(joint, seed, num_heads, taken))
+            except CannotTake as refusal:
+                refusals.append(refusal)
+    if not growths:
+        raise refusals[0]
+    return min(growths, key=_crossing_bytes)
 
 
 def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
@@ -201,20 +197,11 @@ def attention_seeds(joint: JointGraph) -> list[Seed]:
 
 
 def _reads_scores(product: fx.Node) -> bool:
-    """Whether the left matrix is computed from another product, row by row."""
-    stack = [ops.matmul_factors(product)[0]]
-    seen = set(stack)
-    exponential = False
-    while stack:
-        node = stack.pop()
-        if ops.is_batched_matmul(node):
-            return exponential
-        exponential |= node.target in (aten.exp.default, aten._softmax.default)
-        if _works_row_by_row(node):
-            new = [n for n in node.all_input_nodes if n not in seen]
-            seen.update(new)
-            stack.extend(new)
-    return False
+    """Whether the left matrix is a softmax of another product, or computed so, row by row."""
+    before = lambda node: node.all_input_nodes if _works_row_by_row(node) else ()
+    reached = set(walk_once(ops.matmul_factors(product)[:1], before))
+    softmax = {node for node in reached if node.target in (aten.exp.default, aten._softmax.default)}
+    return bool(softmax) and any(map(ops.is_batched_matmul, reached))
 
 
 def _works_row_by_row(node: fx.Node) -> bool:

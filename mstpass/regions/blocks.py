@@ -20,7 +20,7 @@ Pseudo-code::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from torch import fx
 
@@ -83,20 +83,24 @@ def detect_blocks(
     return found_regions(attention, region_of)
 
 
-def _mlp_behind(joint: JointGraph, attention: fx.Node, mlps: Iterable[Region]) -> Region:
+def _mlp_behind(joint: JointGraph, attention: fx.Node, mlps: Sequence[Region]) -> Region:
     """The first MLP that is computed from attention's result, before another attention is."""
-    first = {joint.by_name[_forward(mlp)[0]]: mlp for mlp in mlps}
-    behind = {attention}
-    for node in joint.nodes[joint.index[attention] + 1 :]:
-        if node not in joint.forward or behind.isdisjoint(node.all_input_nodes):
-            continue
-        behind.add(node)
-        if is_attention(node):
-            break
-        for start, mlp in first.items():
-            if node is start or node.name in _forward(mlp):
-                return mlp
+    mlp_of = {name: mlp for mlp in reversed(mlps) for name in _forward(mlp)}
+    for node in _behind(joint, [attention]):
+        if node.name in mlp_of:
+            return mlp_of[node.name]
     raise CannotTake(attention, NO_MLP)
+
+
+def _behind(joint: JointGraph, starts: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What the forward computes from the starts, up to the next attention."""
+    behind = set(starts)
+    for node in joint.nodes[min(map(joint.index.__getitem__, starts)) :]:
+        if node in joint.forward and not behind.isdisjoint(node.all_input_nodes):
+            if is_attention(node):
+                return
+            behind.add(node)
+            yield node
 
 
 def _forward(region: Region) -> list[str]:
@@ -161,13 +165,7 @@ class _Block(Growth):
         Raises:
             CannotTake: there is none.
         """
-        joint, behind = self.joint, set(starts)
-        for node in joint.nodes[min(map(joint.index.__getitem__, starts)) :]:
-            if node not in joint.forward or behind.isdisjoint(node.all_input_nodes):
-                continue
-            if is_attention(node):
-                break
-            behind.add(node)
+        for node in _behind(self.joint, starts):
             for operand in node.all_input_nodes:
                 if operand in before and numel(operand) == numel(node):
                     return node, operand
@@ -189,12 +187,11 @@ class _Block(Growth):
         """The token dims of the block's input, from those of attention's queries."""
         specs: dict[fx.Node, Spec] = {self.attention: row_dims(self.attention)}
         for node in reversed(self.joint.sorted(cone)):
-            if not specs.get(node):
-                continue
-            for operand, spec in self._needs_of(node, specs[node]).items():
+            needs = self._needs_of(node, specs[node]) if node in specs else {}
+            for operand, spec in needs.items():
                 if spec:
                     specs.setdefault(operand, spec)
-        if not specs.get(x):
+        if x not in specs:
             raise CannotTake(x, NOT_BY_TOKEN)
         return specs[x]
 
@@ -231,7 +228,7 @@ class _Block(Growth):
             return False
         operands = [n for n in node.all_input_nodes if not is_size(n)]
         if not any(n in self.specs for n in operands):  # as x ** 2
-            if not ops.is_pointwise(node) or not any(map(self._held, operands)):
+            if not ops.is_pointwise(node) or not any(map(self.held, operands)):
                 return False
         return all(n in self.specs or n in self.read or self._is_own_constant(n) for n in operands)
 
@@ -265,7 +262,7 @@ class _Block(Growth):
         if node in self.specs:
             return True
         for operand in node.all_input_nodes if node.op == "call_function" else ():
-            held = self._held(operand)
+            held = self.held(operand)
             result = self.result(node, operand, held) if held else WHOLE
             if isinstance(result, Refusal) or (result != SUM and not has_tokens(result)):
                 continue
@@ -275,7 +272,7 @@ class _Block(Growth):
                 return True
         return False
 
-    def _held(self, node: fx.Node) -> Spec | None:
+    def held(self, node: fx.Node) -> Spec | None:
         """How members may read the value chunk by chunk; None if they may not.
 
         The gradients of keys and values are read so once they are complete.
@@ -295,7 +292,7 @@ class _Block(Growth):
                 if is_attention_item(operand) or operand in self.joint.backward:
                     return False
                 continue  # keys and values, complete
-            held = self._held(operand)
+            held = self.held(operand)
             if spec != WHOLE and held is not None and held != spec:
                 return False
         return True

@@ -50,7 +50,7 @@ def _gradients(
 ) -> Iterator[tuple[fx.Node, Spec]]:
     """The wide values outside of the region that are gradients of a product, with their specs."""
     by_factor = joint.cached(_matmuls_by_factor)
-    needs = growth.operand_specs(product, _spec(growth, product))
+    needs = growth.operand_specs(product, growth.held(product) or WHOLE)
     if isinstance(needs, Refusal):
         return
     for factor in ops.matmul_factors(product):
@@ -75,11 +75,6 @@ def _matmuls_by_factor(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
             for factor in dict.fromkeys(map(ops.base_of, ops.matmul_factors(node))):
                 found[factor].append(node)
     return found
-
-
-def _spec(growth: WideGrowth, product: fx.Node) -> Spec:
-    spec = growth.specs[product]
-    return spec if isinstance(spec, tuple) else WHOLE
 
 
 def _other_factor(product: fx.Node, base: fx.Node) -> fx.Node | None:

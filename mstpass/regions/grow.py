@@ -126,13 +126,13 @@ class Growth:
         if not isinstance(spec, Reduced):
             return self.operand_specs(member, spec)
         for operand in member.all_input_nodes:
-            if held := self._held(operand):
+            if held := self.held(operand):
                 return self.axis.sum_operands(member, operand, held)
         if all(self.specs.get(operand) == SUM for operand in tensor_inputs(member)):
             return {}  # a sum of sums
         return Refusal("no operand that it sums has tokens in the region")
 
-    def _held(self, operand: fx.Node) -> Spec | None:
+    def held(self, operand: fx.Node) -> Spec | None:
         """How members read a value chunk by chunk; None if they do not."""
         spec = self.specs.get(operand)
         return None if isinstance(spec, Reduced) else spec

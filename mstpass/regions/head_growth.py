@@ -179,15 +179,10 @@ class HeadGrowth(Growth):
 
         The transposed weights of another layer are not among them.
         """
-        forward = [n for n in self.joint.sorted(self.specs) if n not in self.joint.backward]
-        found = {seed}
-        for node in reversed(forward):
-            if not found.isdisjoint(node.users) and not ops.is_constant(node):
-                found.add(node)
-        for node in forward:
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+        forward = {n for n in self.specs if n not in self.joint.backward}
+        inside = lambda nodes: (n for n in nodes if n in forward)
+        before = lambda node: (n for n in inside(node.all_input_nodes) if not ops.is_constant(n))
+        return set(walk_once(walk_once([seed], before), lambda node: inside(node.users)))
 
 
 # ---- paths ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ into bits, has a name of its own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 from torch import fx
@@ -32,7 +33,8 @@ from mstpass.report.details import (
     MemoryTimeline,
     fused_nodes,
 )
-from mstpass.report.timeline_names import is_on_host, timeline_name
+from mstpass.report.timeline_names import OFFLOAD, OFFLOADED, RELOAD, is_on_host
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload
 
 
@@ -42,10 +44,11 @@ def collect_details(result: Result) -> Details | None:
         return None
     nodes = (node for module in result.modules for node in module.graph.nodes)
     joint_names = {node.name: value_name(original_name(node.name)) for node in nodes}
+    joint_names |= _copy_names(result.modules, joint_names)
     return Details(
         nodes=_drawn_nodes(result.outcome, result.read, joint_names, result.modules),
-        before=_memory_timeline(result.before) if result.before else None,
-        after=_memory_timeline(result.after) if result.after else None,
+        before=_memory_timeline(result.before, {}) if result.before else None,
+        after=_memory_timeline(result.after, joint_names) if result.after else None,
     )
 
 
@@ -141,47 +144,70 @@ def _nodes_run_by(module: fx.GraphModule, joint_names: Mapping[str, str]) -> set
     return {joint_names.get(node.name, node.name) for node in calls}
 
 
+def _copy_names(modules: Modules, joint_names: Mapping[str, str]) -> dict[str, str]:
+    """What copies values to the host and back, and waits for copies -> its name in a timeline."""
+    forward, backward = (module.graph for module in modules)
+    names: dict[str, str] = {}
+    value_of: dict[str, str] = {}  # what is on the host -> the value that it is a copy of
+    for node in forward.nodes:
+        if node.target is host_copy_ops.OFFLOAD:
+            value = node.all_input_nodes[0].name
+            value = joint_names.get(value, value)
+            names[node.name] = OFFLOAD + value
+            for wait in _waits(node):
+                value_of[wait.name] = value
+                names[wait.name] = OFFLOADED + value
+    for node in backward.nodes:
+        if node.target is host_copy_ops.RELOAD:
+            on_host = node.all_input_nodes[0].name
+            for copy in (node, *_waits(node)):
+                names[copy.name] = RELOAD + value_of.get(on_host, on_host)
+    return names
+
+
+def _waits(copy: fx.Node) -> list[fx.Node]:
+    return [user for user in copy.users if user.target is host_copy_ops.WAIT]
+
+
 # ---- memory ------------------------------------------------------------------------------------
-def _memory_timeline(memory: StepMemory) -> MemoryTimeline:
+def _memory_timeline(memory: StepMemory, joint_names: Mapping[str, str]) -> MemoryTimeline:
     """Forward and backward as one timeline.
 
     A buffer that is alive at the end of forward and at the start of backward becomes one life.
     """
-    forward, backward = memory.forward, memory.backward
-    before, after = (
-        {name: timeline_name(op) for name, op in each.ops.items()} for each in (forward, backward)
-    )
-    first = len(forward.moments)
-    crossing: dict[tuple[str, int], int] = {}  # (op, bytes) at forward's end -> start of life
+    first = len(memory.forward.moments)
+    moments = (*memory.forward.moments, *memory.backward.moments)
+    crossing: dict[tuple[str, int], int] = {}  # (node, bytes) at forward's end -> start of life
     lives: list[Life] = []
-    for name, size, start, end in forward.buffers():
+    for node, size, start, end in memory.forward.buffers():
         if end == first:
-            crossing[name, size] = start
+            crossing[node, size] = start
         else:
-            lives.append(Life(before[name], size, start, end))
-    for name, size, start, end in backward.buffers():
+            lives.append(Life(node, size, start, end))
+    for node, size, start, end in memory.backward.buffers():
         start += first
         if start == first:
-            start = crossing.pop((name, size), start)
-        lives.append(Life(after[name], size, start, first + end))
-    lives += [Life(before[name], size, start, first) for (name, size), start in crossing.items()]
-    lives += _transient_lives(forward, before, 0)
-    lives += _transient_lives(backward, after, first)
-    on_device = (life for life in lives if life.start < life.end and not is_on_host(life.node))
+            start = crossing.pop((node, size), start)
+        lives.append(Life(node, size, start, first + end))
+    lives += [Life(node, size, start, first) for (node, size), start in crossing.items()]
+    lives += _transient_lives(memory.forward, 0)
+    lives += _transient_lives(memory.backward, first)
+    lives = [
+        dataclasses.replace(life, node=joint_names.get(life.node, life.node))
+        for life in sorted(lives, key=lambda life: (life.start, life.end))
+        if life.start < life.end
+    ]
     return MemoryTimeline(
-        moments=(
-            *(before[moment.node] for moment in forward.moments),
-            *(after[moment.node] for moment in backward.moments),
-        ),
-        bytes=tuple(moment.bytes for moment in (*forward.moments, *backward.moments)),
-        lives=tuple(sorted(on_device, key=lambda life: (life.start, life.end))),
+        moments=tuple(joint_names.get(moment.node, moment.node) for moment in moments),
+        bytes=tuple(moment.bytes for moment in moments),
+        lives=tuple(life for life in lives if not is_on_host(life.node)),
         first_backward=first,
     )
 
 
-def _transient_lives(timeline: Timeline, names: Mapping[str, str], offset: int) -> Iterable[Life]:
+def _transient_lives(timeline: Timeline, offset: int) -> Iterable[Life]:
     """The memory that ops and loops need inside, each at its one moment."""
     for i, moment in enumerate(timeline.moments, offset):
         size = timeline.ops[moment.node].inner_bytes
         if size:
-            yield Life(names[moment.node], size, i, i + 1, transient=True)
+            yield Life(moment.node, size, i, i + 1, transient=True)

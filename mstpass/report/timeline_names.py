@@ -10,22 +10,10 @@
 
 from __future__ import annotations
 
-from mstpass.problem import op as ops
-from mstpass.problem.problem import LOOP, value_name
+from mstpass.problem.problem import LOOP
 
 OFFLOAD, OFFLOADED, RELOAD = "offload:", "offloaded:", "reload:"
 _PREFIXES = (LOOP, OFFLOAD, OFFLOADED, RELOAD)
-_OF_ACTION = {
-    ops.OFFLOAD: OFFLOAD,
-    ops.AWAIT_OFFLOAD: OFFLOADED,
-    ops.RELOAD: RELOAD,
-    ops.AWAIT_RELOAD: RELOAD,
-}
-
-
-def timeline_name(op: ops.Op) -> str:
-    """The name of an op in a timeline."""
-    return _OF_ACTION.get(op.action, "") + value_name(op.node_name)
 
 
 def node_name(name: str) -> str:

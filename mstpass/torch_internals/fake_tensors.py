@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "unset_fake_temporarily",
 ]
 _NOT_IN_LOOPS = ("Conjugate", "Negative", "ZeroTensor", "FuncTorchBatched", "Functionalize")
 Subclass = TypeVar("Subclass", bound=torch.Tensor)

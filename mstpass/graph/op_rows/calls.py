@@ -26,20 +26,17 @@ aten = torch.ops.aten
 # ---- products ------------------------------------------------------------------------------------
 def product_rows() -> dict[Any, Row]:
     rules = products.matmul_forward, products.matmul_backward, linear_matmul
-    grouped = products.grouped_forward, products.grouped_backward
     rows_by_expert = Row(
         "matmul",
-        *grouped,
-        sums=products.summed_specs,
+        *products.grouped,
+        sums=products.contracted_specs,
         factors=Factors(grouped=True),
         repeat=PINNED,
     )
     sums_by_expert = dataclasses.replace(rows_by_expert, factors=Factors(grouped=True, adds=True))
     by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
     found: dict[Any, Row] = {
-        aten._scaled_mm.default: Row(
-            "matmul", products.scaled_forward, products.scaled_backward, factors=Factors()
-        ),
+        aten._scaled_mm.default: Row("matmul", *products.scaled, factors=Factors()),
         grouped_rows: rows_by_expert,
         grouped_sums: sums_by_expert,
         **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm"), Row("other", factors=Factors())),

@@ -25,6 +25,14 @@ def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if any(True for _ in tensors_of(n.meta.get("val")))]
 
 
+def nodes_at(node: fx.Node, *positions: int) -> list[fx.Node]:
+    """The arguments at these positions, which are nodes."""
+    found = [node.args[position] for position in positions]
+    nodes = [argument for argument in found if isinstance(argument, fx.Node)]
+    assert len(nodes) == len(found), "the arguments are nodes"
+    return nodes
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """The argument with this name in the op's schema, or its default if it was not passed.
 

@@ -29,7 +29,7 @@ from mstpass.graph.joint import numel
 from mstpass.graph.linearity import is_zero
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import argument, shape_of
+from mstpass.graph.token_rules.arguments import argument, nodes_at, shape_of
 from mstpass.graph.tokens import (
     SUM,
     WHOLE,
@@ -78,8 +78,7 @@ def _indices(node: fx.Node) -> list[fx.Node]:
 
 
 def _layout(node: fx.Node) -> _Layout | Refusal:
-    source, indices = node.args[0], argument(node, "indices")
-    assert isinstance(source, fx.Node), "the source is a node"
+    (source,), indices = nodes_at(node, 0), argument(node, "indices")
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in _indices(node)):
         return Refusal(f"{node.target} selects by a mask: the size of its result depends on data")
     indexed = tuple(d for d, i in enumerate(indices) if isinstance(i, fx.Node))
@@ -114,8 +113,7 @@ def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal
 
 
 def index_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    layout, source = _layout(node), node.args[0]
-    assert isinstance(source, fx.Node), "the source is a node"
+    layout, (source,) = _layout(node), nodes_at(node, 0)
     if isinstance(layout, Refusal):
         return layout
     if not all(_has_one_role(node, n) for n in node.all_input_nodes):
@@ -153,8 +151,7 @@ def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced |
     layout = _layout(node)
     if isinstance(layout, Refusal):
         return layout
-    base, values = node.args[0], node.args[2]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
+    base, values = nodes_at(node, 0, 2)
     if not _has_one_role(node, operand) or operand in _indices(node):
         return Refusal(f"{node.target} writes at indices that depend on the token")
     if operand is base:
@@ -169,8 +166,7 @@ def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced |
 
 
 def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    layout, base, values = _layout(node), node.args[0], node.args[2]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
+    layout, (base, values) = _layout(node), nodes_at(node, 0, 2)
     result = put_forward(node, base, spec)
     if isinstance(layout, Refusal) or not isinstance(result, tuple):
         return result  # type: ignore[return-value]
@@ -189,8 +185,7 @@ def put_sum_specs(node: fx.Node) -> OperandSpecs:
 
     The tokens are all rows of the one index tensor, and the values have a row for each.
     """
-    base, _, values = node.args[:3]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
+    base, values = nodes_at(node, 0, 2)
     if len(node.args) < 4 or not node.args[3] or len(_indices(node)) != 1 or not is_zero(base):
         return {}
     layout, (index,) = _layout(node), _indices(node)
@@ -217,8 +212,7 @@ def embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Ref
 
 
 def embedding_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    weight, ids = node.args[:2]
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node), "the weight and ids are nodes"
+    weight, ids = nodes_at(node, 0, 1)
     if len(shape_of(node)) - 1 in spec:
         return Refusal("the tokens run along the features of an embedding")
     return {weight: WHOLE, ids: spec}

@@ -29,13 +29,14 @@ Source: torch/_meta_registrations.py (``meta_scaled_mm``).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from mstpass.graph.grouped_products import grouped_sums
-from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.grouped_products import grouped_rows, grouped_sums
+from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
+from mstpass.graph.token_rules.arguments import nodes_at, shape_of
 from mstpass.graph.token_rules.views import pointwise_forward
 from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, broadcast_source
 
@@ -52,118 +53,108 @@ def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     return (bias if isinstance(bias, fx.Node) else None), left, right
 
 
-def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-    bias, left, right = bias_and_factors(node)
-    rank = len(shape_of(node))
+# Of each operand and its spec, the spec of the result. Those with the same result belong together.
+_Table = dict[tuple[fx.Node, Spec], Spec | Reduced]
+_SEVERAL = Refusal("a matmul has tokens in several dims")
+_EXPERTS = Refusal("each chunk needs the weights of all experts")
+_BLOCKS = Refusal("float8 scales of blocks: their layout does not follow the rows")
+_CONTRACTED = Refusal("sums float8 products over the tokens, with scales that all tokens decide")
+
+
+def _rules(
+    table: Callable[[fx.Node], _Table | Refusal], of_operand: Refusal, of_result: Refusal
+) -> tuple[ForwardRule, BackwardRule]:
+    """Both rules of a product, with the reasons why an operand's spec, or a result's, has none."""
+
+    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        known = table(node)
+        return known if isinstance(known, Refusal) else known.get((operand, spec), of_operand)
+
+    def backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        known = table(node)
+        if isinstance(known, Refusal):
+            return known
+        needs = _needed_for(node, known, spec)
+        return needs if not spec or any(needs.values()) else of_result
+
+    return forward, backward
+
+
+def _needed_for(node: fx.Node, table: _Table, result: Spec | Reduced) -> OperandSpecs:
+    found = {n: spec for (n, spec), of_result in table.items() if of_result == result}
+    return {**dict.fromkeys(node.all_input_nodes, WHOLE), **found}
+
+
+# ---- two matrices, or batches of them -----------------------------------------------------------
+def _of_factors(node: fx.Node) -> _Table | Refusal:
+    _, left, right = bias_and_factors(node)
+    *batch, rows, columns = range(len(shape_of(node)))
     if left is right:
         return Refusal("multiplies a matrix by itself")
+    of_batch: _Table = {(n, (dim,)): (dim,) for n in (left, right) for dim in batch}
+    of_result: _Table = {(left, (rows,)): (rows,), (right, (columns,)): (columns,)}
+    return {**of_batch, **of_result, (left, (columns,)): SUM, (right, (rows,)): SUM}
+
+
+_forward, _backward = _rules(_of_factors, _SEVERAL, _SEVERAL)
+
+
+def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+    bias, *_ = bias_and_factors(node)
     if operand is bias:
         return pointwise_forward(node, operand, spec)
-    if len(spec) != 1:
-        return Refusal("a matmul has tokens in several dims")
-    (dim,) = spec
-    contracted = rank - 1 if operand is left else rank - 2
-    if dim != contracted:
-        return spec
-    if bias is not None:
+    result = _forward(node, operand, spec)
+    if bias is not None and result == SUM:
         return Refusal(f"{node.target} sums over the tokens and adds a bias")
-    return SUM
+    return result
 
 
 def matmul_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    bias, left, right = bias_and_factors(node)
-    rank = len(shape_of(node))
-    if left is right or len(spec) > 1:
-        return Refusal("a matmul has tokens in several dims")
-    if not spec:
-        return dict.fromkeys(node.all_input_nodes, WHOLE)
-    (dim,) = spec
-    if dim < rank - 2:  # a batch of matrices, one for each token
-        needs = {left: spec, right: spec}
-    else:
-        needs = {left: spec, right: WHOLE} if dim == rank - 2 else {left: WHOLE, right: spec}
-    if bias is not None:
-        source = broadcast_source(shape_of(bias), shape_of(node), spec)
-        if isinstance(source, Refusal):
-            return source
-        if needs.get(bias, source) != source:
-            return Refusal("uses one value as bias and as factor")
-        needs[bias] = source
-    return needs
+    bias, *factors = bias_and_factors(node)
+    needs = _backward(node, spec)
+    if isinstance(needs, Refusal) or bias is None:
+        return needs
+    source = broadcast_source(shape_of(bias), shape_of(node), spec)
+    if isinstance(source, Refusal):
+        return source
+    if bias in factors and needs[bias] != source:
+        return Refusal("uses one value as bias and as factor")
+    return {**needs, bias: source}
 
 
 def contracted_specs(node: fx.Node) -> OperandSpecs:
-    """The specs of the two matrices if the product contracts the tokens."""
-    _, left, right = bias_and_factors(node)
-    rank = len(shape_of(node))
-    return {left: (rank - 1,), right: (rank - 2,)}
+    """The specs of the operands if the product contracts the tokens."""
+    by_expert = node.target in (grouped_rows, grouped_sums)
+    table = _of_experts(node) if by_expert else _of_factors(node)
+    assert not isinstance(table, Refusal), "the product has rules"
+    return _needed_for(node, table, SUM)
 
 
 # ---- rows grouped by expert ---------------------------------------------------------------------
-_EXPERTS = Refusal("each chunk needs the weights of all experts")
-
-
-def _spec_of_result(node: fx.Node) -> dict[tuple[fx.Node, Spec], Spec | Reduced]:
-    """The spec of the result, by an operand and its spec."""
-    left, right, positions = node.args[:3]
-    assert all(isinstance(n, fx.Node) for n in (left, right, positions)), "all are nodes"
-    found: dict[tuple[object, Spec], Spec | Reduced]
+def _of_experts(node: fx.Node) -> _Table:
+    left, right, positions = nodes_at(node, 0, 1, 2)
     if node.target is grouped_sums:
-        found = {(left, (0,)): (1,), (left, (1,)): SUM, (right, (0,)): SUM, (right, (1,)): (2,)}
-        return {**found, (positions, (0,)): SUM}  # type: ignore[dict-item]
-    found = {(left, (0,)): (0,), (left, (1,)): SUM, (right, (1,)): SUM, (right, (2,)): (1,)}
-    return {**found, (positions, (0,)): (0,)}  # type: ignore[dict-item]
+        of_rows: _Table = {(left, (1,)): SUM, (right, (0,)): SUM, (positions, (0,)): SUM}
+        return {**of_rows, (left, (0,)): (1,), (right, (1,)): (2,)}
+    of_rows = {(left, (0,)): (0,), (positions, (0,)): (0,)}
+    return {**of_rows, (left, (1,)): SUM, (right, (1,)): SUM, (right, (2,)): (1,)}
 
 
-def grouped_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-    return _spec_of_result(node).get((operand, spec), _EXPERTS)
-
-
-def grouped_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    needs: OperandSpecs = dict.fromkeys(node.all_input_nodes, WHOLE)
-    found = {n: s for (n, s), result in _spec_of_result(node).items() if result == spec}
-    return {**needs, **found} if found or not spec else _EXPERTS
-
-
-def summed_specs(node: fx.Node) -> OperandSpecs:
-    """The specs of the operands of a sum over what the op contracts: the rows, or features."""
-    left, right, positions, ends = node.args[:4]
-    if node.target is grouped_sums:
-        return {left: (1,), right: (0,), positions: (0,), ends: WHOLE}  # type: ignore[dict-item]
-    return {left: (1,), right: (1,), positions: WHOLE, ends: WHOLE}  # type: ignore[dict-item]
+grouped = _rules(_of_experts, _EXPERTS, _EXPERTS)
 
 
 # ---- float8 -------------------------------------------------------------------------------------
-_ROWS, _COLUMNS = (0,), (1,)
-_BLOCKS = "float8 scales of blocks: their layout does not follow the rows"
-_CONTRACTED = "sums float8 products over the tokens, with scales that all tokens decide"
-
-
-def scaled_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    left, right, of_left, of_right = node.args[:4]
+def _of_scaled(node: fx.Node) -> _Table | Refusal:
+    """A scale of the whole matrix has no tokens."""
     if not _by_row_or_tensor(node):
-        return Refusal(_BLOCKS)
-    if operand in (left, of_left) and spec == _ROWS:
-        return _ROWS
-    if operand in (right, of_right) and spec == _COLUMNS:
-        return _COLUMNS
-    return Refusal(_CONTRACTED)
+        return _BLOCKS
+    left, right, *scales = nodes_at(node, 0, 1, 2, 3)
+    table: _Table = {(left, (0,)): (0,), (right, (1,)): (1,)}
+    by_row = [(n, (dim,)) for dim, n in enumerate(scales) if math.prod(shape_of(n)) != 1]
+    return {**table, **{(n, spec): spec for n, spec in by_row}}
 
 
-def scaled_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    needs: OperandSpecs = dict.fromkeys(node.all_input_nodes, WHOLE)
-    if not spec:
-        return needs
-    if len(spec) > 1:
-        return Refusal("a matmul has tokens in several dims")
-    if not _by_row_or_tensor(node):
-        return Refusal(_BLOCKS)
-    matrix, scale = (node.args[0], node.args[2]) if spec == _ROWS else (node.args[1], node.args[3])
-    assert isinstance(matrix, fx.Node) and isinstance(scale, fx.Node), "both are nodes"
-    needs[matrix] = spec
-    if math.prod(shape_of(scale)) != 1:
-        needs[scale] = spec
-    return needs
+scaled = _rules(_of_scaled, _CONTRACTED, _SEVERAL)
 
 
 def _by_row_or_tensor(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mstpass.partition.solvers.choose_modes import mode_us, op_times
-from mstpass.partition.solvers.free_plan import every_saving, free_plan
+from mstpass.partition.solvers.free_plan import every_saving
 from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
@@ -40,17 +40,15 @@ def families(problem: CutProblem) -> tuple[Family, ...]:
         limit_us = _SLOWER_AT_MOST * mode_us(us, region, region.modes[0])
         return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
-    free, savings = problem.cached(free_plan), problem.cached(every_saving)
     faster = _without_mixed(problem)
     saving = (_with(problem, taken) for taken in (takes_little, _saves))
     fewer = (_with(problem, _none), _with(faster, _none), *saving)
     last = {each.regions: each for each in (faster, problem)}
     different = {each.regions: each for each in fewer if each.regions not in last}
-    first = (free,) if savings is free else (free, savings)
-    modes = savings.plan.modes
+    modes = problem.cached(every_saving).plan.modes
     return (
         *(Family(each, modes) for each in different.values()),
-        *(Family(each, modes, first) for each in last.values()),
+        *(Family(each, modes, problem) for each in last.values()),
     )
 
 

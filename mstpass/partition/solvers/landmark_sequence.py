@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
+from mstpass.partition.solvers.free_plan import every_saving, free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     checkpointed,
     least_memory_loops,
@@ -56,13 +57,26 @@ class Family:
     Attributes:
         problem: it has no other modes.
         before: modes of regions, from which the sequence goes on to those of the fewest bytes.
-        first: the fastest plans, with which the sequence begins.
+        whole: the problem whose free plan the sequence begins with; None if it does not.
     """
 
     def __init__(
-        self, problem: CutProblem, before: Mapping[str, str], first: Sequence[Candidate] = ()
+        self, problem: CutProblem, before: Mapping[str, str], whole: CutProblem | None = None
     ):
-        self.problem, self.before, self.first = problem, before, tuple(first)
+        self.problem, self.before, self.whole = problem, before, whole
+
+    @property
+    def savings(self) -> tuple[Candidate, ...]:
+        """The free plan, but for its time."""
+        return () if self.whole is None else (self.whole.cached(every_saving),)
+
+    @property
+    def first(self) -> tuple[Candidate, ...]:
+        """The fastest plans."""
+        if self.whole is None:
+            return ()
+        free, savings = self.whole.cached(free_plan), self.whole.cached(every_saving)
+        return (free,) if savings is free else (free, savings)
 
     @functools.cached_property
     def least_bytes(self) -> int:
@@ -75,12 +89,12 @@ class Family:
         if self._has_few_ops:
             return self.least_bytes
         closed = self.problem.cached(least_memory_loops).problem
-        firsts = (candidate.simulation.least_lowered_bytes for candidate in self.first)
+        firsts = (candidate.simulation.least_lowered_bytes for candidate in self.savings)
         return min((closed.cached(PeakFloor).least_bytes, *firsts))
 
     def landmarks(self) -> Iterator[Candidate]:
         """Landmarks 1, 2 and 4: all that are compared for the least memory of a large graph."""
-        yield from self.first
+        yield from self.savings
         yield self.problem.cached(least_memory_loops)
         if plan := self.problem.cached(checkpointed):
             yield plan.candidate

@@ -61,9 +61,10 @@ _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     """The fastest of the plans that the families have for the budget; see above."""
-    free = problem.cached(free_plan)
-    if budget_bytes is None or free.peak_bytes <= budget_bytes:
-        return free.plan
+    if budget_bytes != 0:  # for the least memory nothing is known that takes no time
+        free = problem.cached(free_plan)
+        if budget_bytes is None or free.peak_bytes <= budget_bytes:
+            return free.plan
     found: list[MeasuredPlan] = []
     if budget_bytes:
         found += (p for f in problem.cached(families) for p in _within(f, budget_bytes))

@@ -54,7 +54,8 @@ opaque_values           graphs                  loops
     torch._library.fake_class_registry: FakeScriptObject
 fake_tensors            fake_tensors            loops
     torch._subclasses.fake_tensor: FakeTensor, FakeTensorMode(allow_non_fake_inputs),
-        FakeTensorMode.from_tensor, DataDependentOutputException, DynamicOutputShapeException
+        FakeTensorMode.from_tensor, DataDependentOutputException, DynamicOutputShapeException,
+        unset_fake_temporarily
     torch._guards: tracing(context), TracingContext(fake_mode)
     torch.fx.experimental.symbolic_shapes: ShapeEnv.suppress_guards
 dispatch_modes          fake_tensors            loops
