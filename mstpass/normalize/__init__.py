@@ -46,7 +46,6 @@ from collections.abc import Callable
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
 from mstpass.normalize.convolutions_as_products import convolutions_as_products
-from mstpass.normalize.expand_to_tokens import expand_to_rows, expand_to_tokens
 from mstpass.normalize.few_per_row import gathers_as_sums, scattered_gradients_as_choices
 from mstpass.normalize.for_heads import bias_after_product, products_by_section, unused_random_state
 from mstpass.normalize.gradients_in_parts import gradients_in_parts
@@ -57,6 +56,7 @@ from mstpass.normalize.join_windows import join_products, join_windows
 from mstpass.normalize.left_out import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.operands import expand_to_rows, expand_to_tokens, values_by_axis
 from mstpass.normalize.plain_values import (
     assertions_of_sizes,
     ordinary_tensors,
@@ -67,7 +67,6 @@ from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sums_over_tokens import local_sums, means_as_sums, variances_as_sums
 from mstpass.normalize.unstack import unstack
-from mstpass.normalize.values_by_axis import values_by_axis
 from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 

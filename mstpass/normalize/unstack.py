@@ -53,14 +53,16 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.follow_parts import (
+from mstpass.normalize.partial import replace_alike
+from mstpass.normalize.parts import (
     COMBINED,
     LOW_PRECISION,
     MEANS,
+    Parts,
     PartsFlow,
+    parts_after_view,
+    written_parts,
 )
-from mstpass.normalize.partial import replace_alike
-from mstpass.normalize.parts import Parts, parts_after_view, written_parts
 from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
