@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from tests.checks import check_against_float64
+from mstpass.graph.attention import mask_of
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.sizes import is_static
+from mstpass.regions.masked_attention import NOT_BY_ROW, detect_masked_attention
+from tests.checks import check_against_float64, joint_graph
 
 pytestmark = pytest.mark.op_by_op
 
@@ -78,6 +82,14 @@ def test_its_mask_exists_in_chunks(mask: Callable[[Tensor], Tensor]) -> None:
 
 def _masks(report: mstpass.Report) -> list[mstpass.Rejection]:
     return [r for r in report.rejections if "reads this mask whole" in r.reason]
+
+
+def test_a_mask_of_any_length_stays_whole_and_the_length_open() -> None:
+    joint = JointGraph(*joint_graph(Layers(documents).loss, *_inputs(documents), dynamic=True))
+    regions, rejections = detect_masked_attention(joint)
+    assert not regions and {r.reason for r in rejections} == {NOT_BY_ROW}
+    masks = [mask.meta["val"] for mask in map(mask_of, joint.nodes) if mask is not None]
+    assert masks and not any(map(is_static, masks))
 
 
 def test_a_mask_that_is_an_input_stays_whole() -> None:

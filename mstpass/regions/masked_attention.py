@@ -60,24 +60,21 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
     ]
     query = value_of(argument(attention, "query"))
     assert query is not None, "the op gives one tensor"
-    queries, growth = int(query.shape[ROWS]), Growth(joint, QUERY_AXIS)
+    growth, masks = Growth(joint, QUERY_AXIS), _Masks(joint, QUERY_AXIS)
     for node in (attention, *backwards):
         growth.specs[node] = (ROWS,)
-        growth.required_specs(node)
+        masks.add_mask(node, growth.required_specs(node))  # its sizes are fixed, so the queries are
         for item in node.users:
             of_item = growth.spec_of_user(item, node)
             if isinstance(of_item, Refusal):
                 raise CannotTake(node, OTHER_RESULT)
             value = value_of(item)
-            if of_item == (ROWS,) and (value is None or value.shape[ROWS] != queries):
+            if of_item == (ROWS,) and (value is None or value.shape[ROWS] != query.shape[ROWS]):
                 raise CannotTake(item, PADDED)
             growth.specs[item] = of_item
     if not taken.isdisjoint(growth.specs):
         raise CannotTake(attention, ANOTHER)
-    outputs = growth.leaving()
-    masks = _Masks(joint, QUERY_AXIS)
-    for node in (attention, *backwards):
-        masks.add_mask(node, growth.required_specs(node))
+    outputs, queries = growth.leaving(), int(query.shape[ROWS])
     growth.specs |= masks.specs
     return Region(
         kind=KIND,
