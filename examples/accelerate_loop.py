@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 import mstpass
-from mstpass.bench.trainer_models import Tokens, llama
+from mstpass.bench.trainers import Tokens, llama
 
 VOCABULARY = 4096
 

@@ -12,7 +12,7 @@ import lightning
 import torch
 
 import mstpass
-from mstpass.bench.trainer_models import Tokens, llama
+from mstpass.bench.trainers import Tokens, llama
 
 VOCABULARY = 4096
 

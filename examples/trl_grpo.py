@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import mstpass
-from mstpass.bench.trainer_models import llama, text, tokenizer
+from mstpass.bench.trainers import llama, text, tokenizer
 
 VOCABULARY, TOKENS = 4096, 128
 

@@ -9,12 +9,13 @@ from mstpass.byte_sizes import parse_bytes
 from mstpass.gpus import GPUS, UnknownGpuError, gpu
 
 
-def command_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser that prints its description and its epilog as they are written."""
+def command_parser(prog: str, text: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a text, such as a docstring; what follows "examples:" comes last."""
+    description, *examples = (text or "").partition("examples:")
     return argparse.ArgumentParser(
         prog=prog,
-        description=description,
-        epilog=epilog,
+        description=description.strip(),
+        epilog="".join(examples).strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -58,8 +58,7 @@ from mstpass.partition.budget import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
 from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
-from mstpass.report.graph_ends import with_graph_ends
-from mstpass.report.no_plan import lost, warn_of_budget, without_plan
+from mstpass.report.graph_ends import lost, warn_of_budget, with_graph_ends, without_plan
 from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import (

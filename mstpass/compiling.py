@@ -22,7 +22,7 @@ from torch import nn
 from mstpass.entry_point import mst
 from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import ENV_PREFIX, OptionError, Options
-from mstpass.report.no_plan import rnn_left_out
+from mstpass.report.graph_ends import rnn_left_out
 from mstpass.torch_internals.modules import compile_in_place, uncompile_in_place, uncompiled
 from mstpass.torch_internals.plain_inductor import options_of_mode
 from mstpass.tracing.names import modules_near

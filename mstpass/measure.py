@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mstpass.report.measured_memory import events_of_profile, measured
+from mstpass.report.compare import events_of_profile, measured
 from mstpass.torch_internals.versions import installed
 
 Step = Callable[[], object]

@@ -31,8 +31,8 @@ from mstpass.captured import Captured
 from mstpass.inductor_hooks import DoesNotFitError, warn_of
 from mstpass.limit import Limit
 from mstpass.memory.failure import Failure, failure_of, is_out_of_memory
-from mstpass.report.publish import summary
 from mstpass.report.report import Report
+from mstpass.report.store import summary
 from mstpass.torch_internals.aot_autograd import CompiledFunctions, traces_backward_again
 from mstpass.torch_internals.dynamo import compiles_nothing, current_backward, current_node
 from mstpass.torch_internals.settings import inductor_setting

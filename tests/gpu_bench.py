@@ -12,8 +12,7 @@ import torch
 
 from mstpass.bench.gpu import worker
 from mstpass.bench.gpu.device import Step
-from mstpass.bench.gpu.job import job_from
-from mstpass.bench.gpu.process import Event
+from mstpass.bench.gpu.job import Event, job_from
 
 
 class CpuDevice:

@@ -25,8 +25,7 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.bench.huggingface_architecture import TINY, Architecture
-from mstpass.bench.huggingface_architectures import architectures
+from mstpass.bench.huggingface import TINY, Architecture, architectures
 from mstpass.graph.graph_text import graph_text
 from mstpass.options import Options
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes

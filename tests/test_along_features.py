@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mstpass
-from mstpass.bench.axes_models import SelfDistillation
+from mstpass.bench.axes import SelfDistillation
 from mstpass.measure import peak_bytes
 from tests.checks import check_against_float64, compiled, kinds, step_of
 from tests.losses import REFUSED, VOCAB, LossModel, token_ids

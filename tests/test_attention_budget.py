@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import pipeline
-from mstpass.bench.huggingface_architecture import TINY
-from mstpass.bench.huggingface_architectures import architectures
+from mstpass.bench.huggingface import TINY, architectures
 from mstpass.bench.long import problem_of
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import Limit

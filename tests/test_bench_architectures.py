@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mstpass.bench import architectures, comparison, figures
-from mstpass.bench.huggingface_architecture import TINY
+from mstpass.bench import architectures, comparison, results
+from mstpass.bench.huggingface import TINY
 from mstpass.errors import UserError
 
 pytest.importorskip("transformers")
@@ -53,8 +53,8 @@ def test_a_row_is_renewed_and_the_others_stay(
 
 
 def test_an_error_is_shown_in_place_of_figures() -> None:
-    good, bad = figures.Row("eager"), figures.Row("Inductor", error="a gradient differs")
-    measured = {row.name: row for row in (good, bad, figures.Row("mst"), figures.Row("x"))}
+    good, bad = results.Row("eager"), results.Row("Inductor", error="a gradient differs")
+    measured = {row.name: row for row in (good, bad, results.Row("mst"), results.Row("x"))}
     cells = architectures._cells("falcon", measured, [])
     assert cells[1] == "Inductor: a gradient differs" and set(cells[2:-1]) == {"-"}
 

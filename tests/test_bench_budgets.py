@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstpass.bench import budget_models, budgets
-from mstpass.bench.models import Head
+from mstpass.bench import budgets
+from mstpass.bench.models import Head, Work
 from mstpass.errors import UserError
 
 pytestmark = pytest.mark.op_by_op
@@ -37,7 +37,7 @@ def test_a_model_is_as_good_as_its_worst_budget() -> None:
 
 def test_budgets_that_are_close_are_one() -> None:
     head = Head.build(64, 16, 512, CPU)
-    found = budgets.budgets_of(budgets.Model(head.loss, head.step), (1.0, 0.5, 0.0))
+    found = budgets.budgets_of(head.work(), (1.0, 0.5, 0.0))
     assert list(found) == [1.0]
 
 
@@ -45,11 +45,11 @@ def test_budgets_that_are_close_are_one() -> None:
 def test_budgets_of_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
 
-    def build(device: torch.device, quick: bool) -> budgets.Model:
+    def build(device: torch.device, quick: bool) -> Work:
         head = Head.build(512, 16, 2048, device)
-        return budgets.Model(head.loss, head.step)
+        return head.work()
 
-    def broken(device: torch.device, quick: bool) -> budgets.Model:
+    def broken(device: torch.device, quick: bool) -> Work:
         raise ValueError("no such luck")
 
     monkeypatch.setattr(budgets, "MODELS", {"broken": broken, "head": build})
@@ -71,5 +71,6 @@ def test_an_unknown_model_is_named() -> None:
 
 
 def test_steps_with_dropout_draw_the_same_again() -> None:
-    drop = budget_models._seeded(lambda: torch.nn.functional.dropout(torch.ones(64)))
+    fn = lambda: torch.nn.functional.dropout(torch.ones(64))
+    drop = Work(fn, (), seed=1).step(fn).fn
     assert torch.equal(drop(), drop())

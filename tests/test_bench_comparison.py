@@ -3,24 +3,25 @@
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import comparison, figures, hand_tiled
-from mstpass.bench.models import Head, LlamaSize, Step, llama
+from mstpass.bench import comparison, models, results
+from mstpass.bench.harness import Arguments
+from mstpass.bench.models import Head, LlamaSize, Step, Work, llama
 
 CPU = torch.device("cpu")
 
 
 def row(name, *seconds, **rest):
-    return figures.Row(name, seconds=list(seconds), **rest)
+    return results.Row(name, seconds=list(seconds), **rest)
 
 
 def test_ratios_are_taken_round_by_round():
-    assert figures.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
+    assert results.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
 
 
 def test_no_ratio_without_both_or_after_an_error():
-    assert figures.ratios(row("a"), row("b", 1.0)) is None
-    assert figures.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
-    assert figures.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
+    assert results.ratios(row("a"), row("b", 1.0)) is None
+    assert results.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
+    assert results.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
 
 
 def test_the_floor_of_a_head():
@@ -50,7 +51,7 @@ def test_hand_tiled_parts_equal_the_plain_model():
 def test_the_tiled_loss_scales_with_its_tangent():
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     target = torch.randint(5, (6,))
-    found = torch.autograd.grad(3 * hand_tiled.head_loss(x, w, target, 4), (x, w))
+    found = torch.autograd.grad(3 * models.tiled_head_loss(x, w, target, 4), (x, w))
     right = torch.autograd.grad(3 * F.cross_entropy(x @ w.T, target), (x, w))
     torch.testing.assert_close(found, right)
 
@@ -70,9 +71,8 @@ def test_one_that_fails_and_one_that_is_wrong_do_not_end_the_race():
         ),
     ]
     seen = []
-    rows = comparison.compare(
-        contenders, head.loss, head.step, repeats=2, device=CPU, advance=seen.append
-    )
+    arguments = Arguments(repeats=2, quick=True, device=CPU)
+    rows = comparison.compare(contenders, head.work(), arguments, seen.append)
     assert rows["eager"].error == ""
     assert len(rows["eager"].seconds) == 2
     assert rows["eager"].peak_bytes > 0
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_no_number_is_wrong_and_one_of_noise_is_not():
     def loss(of_x, of_w):
         return lambda: (x * of_x).sum() + (w * of_w).sum() * 1e-30
 
-    run = comparison.Comparison(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
+    run = comparison.Comparison(Work(loss(1.0, 1.0), (x, w)), CPU)
     run.add([comparison.eager(), comparison.eager("noise", loss(1.0, -1.0))])
     run.add([comparison.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
     assert run.rows["eager"].error == run.rows["noise"].error == ""
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_no_number_is_wrong_and_one_of_noise_is_not():
 
 def test_contenders_that_are_added_later_are_timed_in_the_same_rounds():
     head = Head.build(8, 4, 10, CPU)
-    run = comparison.Comparison(head.loss, head.step, CPU)
+    run = comparison.Comparison(head.work(), CPU)
     run.add([comparison.eager()])
     run.measure_peaks()
     peak = run.rows["eager"].peak_bytes

@@ -8,9 +8,9 @@ import pytest
 
 from mstpass.bench import fsdp
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.figures import Row
 from mstpass.bench.fsdp import BY_BLOCK, OVERHEAD, WAYS
 from mstpass.bench.models import LlamaSize
+from mstpass.bench.results import Row
 from mstpass.errors import UserError
 
 TINY = LlamaSize(64, 1, 2, 128, 4096, 512)

@@ -13,21 +13,22 @@ import pytest
 import torch
 
 from mstpass.bench import processes
-from mstpass.bench.gpu import command, environment
-from mstpass.bench.gpu.parts import PARTS, Part
-from mstpass.bench.gpu.process import RESTART, WorkerProcess
-from mstpass.bench.gpu.rows import (
+from mstpass.bench.gpu import command, device
+from mstpass.bench.gpu.job import RESTART, WorkerProcess
+from mstpass.bench.gpu.runner import PARTS, Part, Runner
+from mstpass.bench.gpu.state import (
     DRY,
     FAILED,
+    FILE,
     MEASURED,
     OUT_OF_MEMORY,
     OUT_OF_TIME,
     TOO_LONG,
     Case,
+    OtherState,
     Settings,
+    State,
 )
-from mstpass.bench.gpu.runner import Runner
-from mstpass.bench.gpu.state import FILE, OtherState, State
 from mstpass.cli.main import main
 from tests.gpu_bench import Clock, Die, Hang, InProcess
 
@@ -285,12 +286,12 @@ def test_machines_that_will_not_do(monkeypatch, capability, triton, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(environment, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(device, "find_spec", lambda name: triton or None)
     if message is None:
-        environment.check_machine("all")
+        device.check_machine("all")
         return
-    with pytest.raises(environment.CannotRun, match=message):
-        environment.check_machine("all")
+    with pytest.raises(device.CannotRun, match=message):
+        device.check_machine("all")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_a_call_from_its_arguments_to_its_files(tmp_path, monkeypatch, capsys):
     clock = Clock()
     process = InProcess(interrupted_after_two, clock)
     argv = ["--dry-run", "--quick", "--part", "heads", "--out", str(tmp_path)]
-    monkeypatch.setattr(command.arguments, "RESULTS", tmp_path / "none")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "none")
     assert command.main(argv, process.launch) == command.INTERRUPTED
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["row"] for row in rows] == ["Inductor", "mst"]
@@ -335,7 +336,7 @@ def test_ended_by_a_signal(tmp_path):
 
 
 def test_the_memory_limit_is_within_the_card():
-    given = command.arguments.parse(["--memory", "24GiB"])
+    given = command.parse(["--memory", "24GiB"])
     gib = 2**30
     limits = [command.within_card(given, size).settings.memory_bytes for size in (None, 80 * gib)]
     assert limits == [24 * gib] * 2

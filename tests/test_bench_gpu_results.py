@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mstpass.bench.gpu import command, heads, results, tables
-from mstpass.bench.gpu.rows import MEASURED, OUT_OF_MEMORY
-from mstpass.bench.gpu.state import State
+from mstpass.bench.gpu import command, heads, results
+from mstpass.bench.gpu.state import MEASURED, OUT_OF_MEMORY, State
 
 ROOT = Path(__file__).parent.parent
 H200 = {"card": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132}
@@ -41,7 +40,7 @@ def results_of(**header):
 
 
 def test_tables_show_rates_shares_and_what_happened():
-    found = tables.all_tables(results_of())
+    found = results.all_tables(results_of())
     (head,), (lengths,) = found["heads"], found["longest"]
     mst = dict(zip(head.columns, head.rows[1], strict=True))
     assert mst["time ms"] == "35.5" and mst["time / Inductor"] == "0.90x (0.80-1.00)"
@@ -53,11 +52,11 @@ def test_tables_show_rates_shares_and_what_happened():
 
 
 def test_the_limit_of_a_card():
-    assert tables.limit_flops_per_s(H200) == pytest.approx(989.4e12)
-    assert tables.limit_flops_per_s({**H200, "multiprocessors": 66}) == pytest.approx(494.7e12)
-    assert tables.limit_flops_per_s({"card": "none"}) is None
-    assert tables.limit_flops_per_s({**H200, "capability": [42, 0]}) is None
-    assert not math.isnan(tables.limit_flops_per_s(H200))
+    assert results.limit_flops_per_s(H200) == pytest.approx(989.4e12)
+    assert results.limit_flops_per_s({**H200, "multiprocessors": 66}) == pytest.approx(494.7e12)
+    assert results.limit_flops_per_s({"card": "none"}) is None
+    assert results.limit_flops_per_s({**H200, "capability": [42, 0]}) is None
+    assert not math.isnan(results.limit_flops_per_s(H200))
 
 
 def test_the_readme_shows_what_was_measured(tmp_path):
@@ -91,7 +90,7 @@ def test_readme_and_page_are_those_of_the_published_results():
 def test_a_published_run_writes_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "README", tmp_path / "README.md")
     (tmp_path / "README.md").write_text("# x\n")
-    monkeypatch.setattr(command.arguments, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     State.open(tmp_path / "results", {**H200, "torch": "2", "quick": False, "dry": False})
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "results" / "gpu.jsonl").rename(tmp_path / "elsewhere" / "gpu.jsonl")

@@ -11,22 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from mstpass.bench import comparison
-from mstpass.bench.gpu import (
-    blocks,
-    chunks,
-    cuda_tests,
-    heads,
-    llama,
-    longest,
-    results,
-    side_by_side,
-    tables,
-    worker,
-)
+from mstpass.bench.comparison import eager
+from mstpass.bench.gpu import cuda_tests, heads, llama, longest, results, side_by_side, worker
 from mstpass.bench.gpu.device import NoDevice, time_in_turn
 from mstpass.bench.gpu.job import job_data, job_from
-from mstpass.bench.gpu.parts import PARTS
-from mstpass.bench.gpu.rows import (
+from mstpass.bench.gpu.longest import GRAIN, TOLERANCE, Probe, best, next_length
+from mstpass.bench.gpu.runner import PARTS, Runner
+from mstpass.bench.gpu.state import (
     DRY,
     FAILED,
     MEASURED,
@@ -35,11 +26,8 @@ from mstpass.bench.gpu.rows import (
     Case,
     Known,
     Settings,
+    State,
 )
-from mstpass.bench.gpu.runner import Runner
-from mstpass.bench.gpu.search import GRAIN, TOLERANCE, Probe, best, next_length
-from mstpass.bench.gpu.side_by_side import Way, eager
-from mstpass.bench.gpu.state import State
 from mstpass.errors import MissingPackageError
 from tests.gpu_bench import Clock, CpuDevice, InProcess, done_by
 
@@ -78,7 +66,7 @@ def wrong(x, w, y):
 
 
 def base():
-    return Way(comparison.eager("Inductor"))
+    return eager("Inductor")
 
 
 # ---- side by side ------------------------------------------------------------------------------
@@ -128,7 +116,7 @@ def test_a_way_made_from_earlier_peaks():
     outcomes([base(), eager(), way], known=known, wanted=("bytes",))
     assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)] * 2
     with pytest.raises(RuntimeError, match="needs the peaks"):
-        blocks._half_way({})
+        llama._half_way({})
 
 
 def test_out_of_memory_behind_other_errors():
@@ -163,32 +151,34 @@ def test_the_ways_of_a_head_agree():
     ]
     x, w, y = torch.randn(8, 4), torch.randn(16, 4), torch.arange(8)
     for way in heads.ways():
-        if way.fn is not None and not way.missing:
-            assert torch.allclose(way.fn(x, w, y), heads.head_loss(x, w, y), atol=1e-5)
+        if way.loss_fn is not None and not way.missing:
+            assert torch.allclose(way.loss_fn(x, w, y), heads.head_loss(x, w, y), atol=1e-5)
 
 
 # ---- a dry run ---------------------------------------------------------------------------------
 def test_a_dry_run_traces_every_way():
     settings = Settings(Path(), quick=True, dry=True)
     installed = eager("other", own_kernels=True)
-    ways = [base(), side_by_side.mst(chunk_tokens=16), eager(), installed]
+    ways = [base(), comparison.mst(chunk_tokens=16), eager(), installed]
     found, _ = outcomes(ways, NoDevice(), settings=settings)
     assert {row["status"] for row in found.values()} == {DRY}
     assert found["mst"]["simulated_bytes"] > 0 and "fused in 4" in found["mst"]["plan"]
     assert "not traced" in found["other"]["plan"]
-    text = tables.steps_table("N=64", [{"row": k, **v} for k, v in found.items()], {"card": "none"})
+    text = results.steps_table(
+        "N=64", [{"row": k, **v} for k, v in found.items()], {"card": "none"}
+    )
     assert {row[1] for row in text.rows} == {"dry"}
 
 
 def test_a_dry_calibration_shows_what_is_assumed(tmp_path):
     settings = Settings(tmp_path, dry=True)
-    case = chunks.cases(settings)[0]
+    case = heads.loop_cases(settings)[0]
     events = []
     job = job_from(job_data(settings, case, case.rows, Known()), NoDevice(), events.append)
     assert worker.run(job) == 0
     row = {"row": events[-1]["row"], **events[-1]["outcome"]}
     assert row["status"] == DRY
-    table = tables.costs_table(case.name, [row])
+    table = results.costs_table(case.name, [row])
     assert ("1024 rows a chunk, time / whole", "-") in [line[:2] for line in table.rows]
 
 
@@ -206,7 +196,7 @@ def test_every_part_has_cases_that_it_knows(tmp_path):
 )
 def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
     monkeypatch.setattr(llama, "QUICK", llama.Shape(32, 1, 2, 64, 256, 1024, key_heads=1))
-    monkeypatch.setattr(blocks, "ways", few_ways)
+    monkeypatch.setattr(llama, "ways", few_ways)
     if not transformers:
         monkeypatch.setattr(llama, "has_transformers", lambda: False)
         monkeypatch.setattr(longest, "plan", needs_transformers)
@@ -221,7 +211,7 @@ def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
     assert {row["status"] for row in found.values()} == {DRY}, found
     assert prediction["status"] == (DRY if transformers else SKIPPED)
     assert all(found[way]["length"] > 0 for way in longest.WAYS)
-    table = tables.all_tables(state.to_data())["longest"][0]
+    table = results.all_tables(state.to_data())["longest"][0]
     assert [line[0] for line in table.rows][-5:] == list(longest.WAYS)
 
 
@@ -230,7 +220,7 @@ def needs_transformers(request):
 
 
 def few_ways():
-    return [side_by_side.inductor(), side_by_side.mst(), eager()]
+    return [comparison.inductor(), comparison.mst(), eager()]
 
 
 # ---- the search --------------------------------------------------------------------------------
@@ -310,11 +300,11 @@ def predicted(job):
 def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later = tmp_path / "cache" / "costs.json"
     monkeypatch.setenv("MSTPASS_COSTS", str(later))
-    assert chunks.store_for_later(tmp_path) is None
-    (tmp_path / chunks.COSTS_FILE).write_text('{"H200": {"chunk_us": 3}}')
+    assert heads.store_for_later(tmp_path) is None
+    (tmp_path / heads.COSTS_FILE).write_text('{"H200": {"chunk_us": 3}}')
     later.parent.mkdir()
     later.write_text('{"A100": {"chunk_us": 9}}')
-    assert chunks.store_for_later(tmp_path) == later
+    assert heads.store_for_later(tmp_path) == later
     assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import comparison, figures, pareto, peers
+from mstpass.bench import comparison, pareto, peers, results
 from mstpass.bench.models import LlamaSize
 
 pytestmark = pytest.mark.op_by_op
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1"]
 
 
-def row(name: str, peak: int | None, *seconds: float, error: str = "") -> figures.Row:
-    return figures.Row(name, peak_bytes=peak, seconds=list(seconds), error=error)
+def row(name: str, peak: int | None, *seconds: float, error: str = "") -> results.Row:
+    return results.Row(name, peak_bytes=peak, seconds=list(seconds), error=error)
 
 
 def test_peaks_between_the_ends_become_budgets() -> None:

@@ -13,11 +13,11 @@ from mstpass.bench import (
     comparison,
     compile,
     dynamic,
-    figures,
     long,
     loops,
     peers,
     reconstruct,
+    results,
 )
 from mstpass.bench.harness import Benchmark
 from mstpass.bench.models import Head, LlamaSize, llama
@@ -32,12 +32,12 @@ CPU = torch.device("cpu")
 
 
 def arguments(**changes):
-    parsed = Benchmark("x", (), "", "").parse(["--device", "cpu", "--quick"])
+    parsed = Benchmark("x", (), "").parse(["--device", "cpu", "--quick"])
     return dataclasses.replace(parsed, **changes)
 
 
 def row(name, *seconds, **rest):
-    return figures.Row(name, seconds=list(seconds), **rest)
+    return results.Row(name, seconds=list(seconds), **rest)
 
 
 def test_peers_from_model_to_files(tmp_path, monkeypatch, capsys):
@@ -75,7 +75,7 @@ def test_loops_of_one_head(monkeypatch, tmp_path):
     monkeypatch.setattr(loops, "auto_chunker", lambda **_: comparison.eager("auto_chunker"))
     monkeypatch.setattr(loops, "mst", lambda name="mst", **_: comparison.eager(name))
     known = ChunkCosts(((64, 1.5),), 1.0, 1.0)
-    monkeypatch.setattr(loops.measure_chunk_costs, "measure", lambda device, quick: known)
+    monkeypatch.setattr(loops, "measure", lambda device, quick: known)
     monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
     result = loops.run(arguments(repeats=1, store=True))
     assert device_costs.costs_of(CPU).table == known
@@ -123,9 +123,9 @@ def test_equal_loops_are_counted():
         plan = ChunkPlan("lm_head", "fused", "", 64, 8, 8, 0, 0, loops, (), ())
         return mstpass.Report(Outcome(regions=(plan,)))
 
-    text = figures.axes_text([report(4, 2), report(4, 2), report(4)])
+    text = results.axes_text([report(4, 2), report(4, 2), report(4)])
     assert text == "2 x fused: tokens in 4, tokens in 2; fused: tokens in 4"
-    assert figures.axes_text([]) == ""
+    assert results.axes_text([]) == ""
 
 
 def test_dynamic_runs_every_length(monkeypatch):
@@ -163,10 +163,8 @@ def test_torchs_own_chunked_head_is_the_same_loss():
     head = Head.build(16, 8, 64, CPU)
     rows = comparison.compare(
         [comparison.eager(), *loops._linear_cross_entropy(head, 4)],
-        head.loss,
-        head.step,
-        repeats=1,
-        device=CPU,
+        head.work(),
+        arguments(repeats=1),
     )
     assert [r.error for r in rows.values()] == ["", "", ""]
 
@@ -203,7 +201,7 @@ def test_reconstruct_compares_the_modes(monkeypatch):
     pytest.importorskip("transformers")
     saved = iter((400, 400, 300, 500, 400, 400))
     monkeypatch.setattr(reconstruct, "CASES", reconstruct.CASES[:1])
-    monkeypatch.setattr(reconstruct, "QUICK", reconstruct.Size(16, 1, 32, 64, 1, 16))
+    monkeypatch.setattr(reconstruct, "QUICK", reconstruct.sized(16, 1, 32, 64, 1, 16))
     monkeypatch.setattr(reconstruct, "_compiled", lambda mode, budget, quick: lambda fn: fn)
 
     def report():

@@ -9,9 +9,9 @@ import torch
 
 from mstpass.bench import sequences
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.figures import Row
 from mstpass.bench.harness import Arguments
 from mstpass.bench.models import LlamaSize
+from mstpass.bench.results import Row
 from mstpass.bench.sequences import LEAST, WAYS
 
 TINY = LlamaSize(64, 1, 4, 128, 2048, 128)

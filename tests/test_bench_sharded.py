@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mstpass.bench import sharded
-from mstpass.bench.figures import Row
 from mstpass.bench.harness import Arguments
+from mstpass.bench.results import Row
 
 
 def test_the_floor_is_a_ranks_share_and_one_chunk() -> None:

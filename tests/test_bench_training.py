@@ -11,7 +11,7 @@ import torch
 
 from mstpass import stdlib_text
 from mstpass.bench import training
-from mstpass.bench.huggingface_models import Size
+from mstpass.bench.huggingface import sized
 from mstpass.bench.training import OLMO2, Curves, Job, Run, Setup, run_jobs
 from mstpass.errors import UserError
 from tests.checks import op_by_op
@@ -62,7 +62,7 @@ def test_an_unknown_model_is_named() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_stopped_and_resumed(autocast: bool, tmp_path: Path) -> None:
     """A few steps of a post-norm model: eager's losses, and the same bits in two parts."""
-    size = Size(32, 1, 96, 4096, 4, 128)
+    size = sized(32, 1, 96, 4096, 4, 128)
     setup = Setup(size, 4, 1, (0,), (0.0,), 0)
     pieces = stdlib_text.read_sources(2**15)
     stream_T = stdlib_text.encode(stdlib_text.train_tokenizer(pieces, 1024), pieces)

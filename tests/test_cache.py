@@ -40,7 +40,7 @@ step = torch.compile(loss, backend="mst", dynamic=dynamic, options=options)
 for length in lengths:
     step(x[:, :length].clone(), y[:length].clone()).backward()
 report = mstpass.reports()[-1]
-from mstpass.report.report_json import details_to_json
+from mstpass.report.details import details_to_json
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],

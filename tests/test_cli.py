@@ -6,7 +6,7 @@ import types
 import pytest
 
 from mstpass.cli.main import main
-from mstpass.demo.arguments import Arguments
+from mstpass.demo import parse
 
 
 def exit_code(argv):
@@ -78,5 +78,5 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
 
 
 def test_the_demo_defaults():
-    assert Arguments.parse([]).steps > Arguments.parse(["--quick"]).steps >= 2
-    assert Arguments.parse(["--quick", "--steps", "9"]).steps == 9
+    assert parse([]).steps > parse(["--quick"]).steps >= 2
+    assert parse(["--quick", "--steps", "9"]).steps == 9

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import mstpass
 from mstpass import backend
-from mstpass.report.measured_memory import SnapshotError
-from mstpass.report.memory_viz import memory_snapshot
+from mstpass.report.compare import SnapshotError
+from mstpass.report.memory_traces import memory_snapshot
 from tests.html_page import ends, resize, texts
 from tests.synthetic_reports import llama_report
 

@@ -12,9 +12,9 @@ import torch
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.report.copy_times import phase_times
-from mstpass.report.publish import summary
+from mstpass.report.data import phase_times
 from mstpass.report.report import Report
+from mstpass.report.store import summary
 from tests.host_on_cpu import host_on_cpu
 from tests.synthetic_reports import llama_report, report_with_copies
 

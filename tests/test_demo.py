@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mstpass import stdlib_text as text
-from mstpass.demo import main, picture, run
-from mstpass.demo.train import Result, Setup
+from mstpass.demo import main, run
+from mstpass.demo.run import Result, Setup
 from mstpass.measure import Timing
 
 pytestmark = pytest.mark.op_by_op
@@ -67,7 +67,7 @@ def test_too_little_text_is_named():
 
 def test_picture(tmp_path):
     path = tmp_path / "new" / "demo.png"
-    picture.draw(results("eager", "Inductor", "mst"), "three steps", path)
+    run.draw(results("eager", "Inductor", "mst"), "three steps", path)
     assert path.read_bytes().startswith(PNG)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstpass import backend, pipeline
-from mstpass.bench import measure_chunk_costs
+from mstpass.bench import loops
 from mstpass.graph import device_costs
 from mstpass.graph.device_costs import GOOD, Costs
 from mstpass.graph.gpu_costs import GpuCosts
@@ -147,8 +147,8 @@ def test_a_broken_file_is_ignored_with_a_warning(text: str) -> None:
 
 @pytest.mark.full
 def test_the_sweep_measures_every_point() -> None:
-    measured = measure_chunk_costs.measure(CPU, quick=True)
-    assert [rows for rows, _ in measured.slowdown] == list(measure_chunk_costs.QUICK.rows)
+    measured = loops.measure(CPU, quick=True)
+    assert [rows for rows, _ in measured.slowdown] == list(loops.QUICK_SWEEP.rows)
     assert all(slow >= 1 for _, slow in measured.slowdown)
     assert measured.flops_per_us > 0
     assert measured.dtype == "float32"
@@ -165,7 +165,7 @@ def test_the_measured_products_run_in_every_dtype(dtype: torch.dtype, rows: int)
     if torch.__version__ < "2.12" and dtype is torch.bfloat16 and rows == 4:
         pytest.skip("torch 2.11 has no sum in float32 on the meta device")
     x, w = (torch.zeros(n, 8, dtype=dtype, device="meta") for n in (16, 32))
-    summed = measure_chunk_costs._products(x, w, rows)()
+    summed = loops._products(x, w, rows)()
     assert summed.dtype == (dtype if rows == 16 else torch.float32)
 
 

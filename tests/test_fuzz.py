@@ -15,14 +15,12 @@ import torch
 from mstpass.cli import fuzz
 from mstpass.fuzz import graphs
 from mstpass.fuzz.campaign import Campaign
-from mstpass.fuzz.case import KINDS, SHIFTS, VARIANTS, Case, Layer, from_json, to_json
+from mstpass.fuzz.case import KINDS, SHIFTS, VARIANTS, Case, Layer, draw, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
-from mstpass.fuzz.draw import draw
-from mstpass.fuzz.program import Program, Setup
+from mstpass.fuzz.program import Program, References, Setup, wrong_values
 from mstpass.fuzz.reduce import as_test, reduce, smaller_cases
 from mstpass.fuzz.render import source
 from mstpass.fuzz.templates import DOUBLED_LOSSES, PAIR_LOSSES, STACKED_LOSSES
-from mstpass.fuzz.values import References, wrong_values
 from mstpass.graph import loop_op
 from mstpass.passes.runner import PassRunner
 

@@ -14,7 +14,6 @@ from torch import fx
 
 import mstpass
 from mstpass import pipeline
-from mstpass.fuzz.inductor_schedule import scheduled_alone
 from mstpass.fuzz.plans import broken_limits
 from mstpass.graph.joint import JointGraph
 from mstpass.memory.simulate_graph import simulate_step
@@ -50,6 +49,7 @@ from tests.dense_losses import DENSE, REFUSED_DENSE, Segmentation, images
 from tests.losses import FUSED, REFUSED, LossModel, token_ids
 from tests.models import Attention, Block, GatedMLP
 from tests.problems import steps
+from tests.scheduled_alone import scheduled_alone
 from tests.test_loops_that_help import _optional
 from tests.test_solvers import EXAMPLES
 

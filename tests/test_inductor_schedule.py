@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def _mlps() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
     """MLPs whose gradients of gate, up and product are one kernel, none of them in place."""
     mlps = MLPs.build(1024, 64, 256, 2, CPU)
-    return mlps.value, mlps.step
+    return mlps.value, mlps.work().step
 
 
 def _attention() -> tuple[Callable[[], Tensor], Callable[..., Step]]:

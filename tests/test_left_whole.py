@@ -22,7 +22,7 @@ from mstpass.partition.solvers.free_plan import every_saving
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes
 from mstpass.regions.advice import fix_of
-from mstpass.report.unasked_changes import asks_for_change
+from mstpass.report.data import asks_for_change
 from tests.checks import joint_graph
 
 pytestmark = pytest.mark.op_by_op

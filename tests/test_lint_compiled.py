@@ -17,8 +17,7 @@ from torch.utils.checkpoint import (
 
 import mstpass
 from mstpass.linter import LintError
-from mstpass.linter.compiled_graphs import _merge
-from mstpass.linter.graph_findings import graph_flops
+from mstpass.linter.graph_findings import _merge, graph_flops
 from mstpass.linter.report import Finding, LintReport
 from tests.lint_models import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mstpass
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
-from mstpass.report import no_plan
+from mstpass.report import graph_ends
 from mstpass.torch_internals.caches import cache_folder
 
 WIDTH, WORDS = 64, 1000
@@ -27,7 +27,7 @@ WEIGHT = torch.randn(WORDS, WIDTH)
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(no_plan, "_told", set())
+    monkeypatch.setattr(graph_ends, "_told", set())
 
 
 def _batch(tokens: int = 512) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from mstpass.passes import runner
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import InPlacePass, Pass, PassError, PassRunner
 from mstpass.plans import Outcome
-from mstpass.report import publish as publish_module
+from mstpass.report import store
 from mstpass.report.report import Report
 from tests.checks import joint_graph
 
@@ -377,8 +377,8 @@ def test_times_of_passes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     running = PassRunner()
     running.run(Pass("copies", lambda joint: (joint.copy(), None)), _joint())
     assert running.seconds["copies"] > 0
-    with caplog.at_level(logging.DEBUG, logger=publish_module.__name__):
-        publish_module.publish(Report(Outcome()), {"read": 0.5}, {"copies": 0.25})
+    with caplog.at_level(logging.DEBUG, logger=store.__name__):
+        store.publish(Report(Outcome()), {"read": 0.5}, {"copies": 0.25})
     assert "planning time: read 0.500 s\n  of it in passes: copies 0.250 s" in caplog.text
 
 

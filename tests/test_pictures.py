@@ -22,6 +22,8 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.cli.main import main
 from mstpass.errors import MissingPackageError
 from mstpass.plans import Outcome
+from mstpass.report import dot
+from mstpass.report.boxes import FOLDS, Drawing, make_drawing
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -32,8 +34,6 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
-from mstpass.report.drawing import dot
-from mstpass.report.drawing.boxes import FOLDS, Drawing, make_drawing
 from mstpass.report.report import NoDetails, Report
 
 SIZE = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640, layers=2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mstpass.measure import peak_bytes
-from mstpass.planner.longest_sequence import longest
+from mstpass.planner.lengths import longest
 from mstpass.planner.training import Training
 
 pytest.importorskip("transformers")
@@ -20,15 +20,12 @@ pytest.importorskip("rich")
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from mstpass.planner.curve import length_within
-from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
-from mstpass.planner.eager_rows import eager_rows
+from mstpass.planner.eager_rows import checkpointed, eager_rows, minisequence, plain
 from mstpass.planner.eager_step import eager_step
+from mstpass.planner.lengths import length_within
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
-from mstpass.planner.progress import pieces, silent
-from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE, DoesNotFit
+from mstpass.planner.request import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request, pieces, silent
 from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.traced_step import trace

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstpass.planner.fixed_memory import fixed
-from mstpass.planner.training import Training
+from mstpass.planner.training import Training, fixed
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from mstpass.cli.main import main
-from mstpass.planner.adapters import Nf4Linear, TargetError, WithLora
+from mstpass.planner.attention import Nf4Linear, TargetError, WithLora
 from mstpass.planner.compiled_step import planned
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.plan import plan

@@ -11,18 +11,22 @@ pytest.importorskip("transformers", reason="mstpass[hf]")
 
 
 from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.planner.allocator_replay import Event, OptimizerStep, Resident, needed_bytes
-from mstpass.planner.caching_allocator import CachingAllocator, OutOfMemory
+from mstpass.planner.allocator import (
+    CachingAllocator,
+    Event,
+    OptimizerStep,
+    OutOfMemory,
+    Resident,
+    needed_bytes,
+)
 from mstpass.planner.compiled_step import CompiledStep
-from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_rows import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import eager_step
-from mstpass.planner.fixed_memory import fixed
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.plan import plan
-from mstpass.planner.request import CACHING, Request
-from mstpass.planner.result import CHECKPOINT, EAGER, MST
+from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, MST, Request
 from mstpass.planner.traced_step import trace
-from mstpass.planner.training import Training
+from mstpass.planner.training import Training, fixed
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 MIB = 1 << 20

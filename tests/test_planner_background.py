@@ -12,8 +12,7 @@ import pytest
 from mstpass.cli.plan import _progress
 from mstpass.errors import UserError
 from mstpass.planner.background import Background, usable_cores
-from mstpass.planner.progress import Steps, pieces, silent
-from mstpass.planner.request import Request
+from mstpass.planner.request import Request, Steps, pieces, silent
 from mstpass.planner.training import Training
 from tests import planner_models
 

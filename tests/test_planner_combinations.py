@@ -21,8 +21,7 @@ from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner.compiled_step import CompiledStep
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
-from mstpass.planner.progress import pieces
-from mstpass.planner.request import SEARCHED, Request
+from mstpass.planner.request import SEARCHED, Request, pieces
 from mstpass.planner.terminal_table import show
 from mstpass.planner.traced_step import trace
 from mstpass.problem.op import CALL

@@ -8,11 +8,9 @@ import json
 import pytest
 
 from mstpass.cli.main import main
-from mstpass.planner.curve import curve, length_within
-from mstpass.planner.fixed_memory import Fixed, Sizes
-from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, EAGER, MST, Parts, Point, Row, TrainingPlan
-from mstpass.planner.training import Training
+from mstpass.planner.lengths import curve, length_within
+from mstpass.planner.request import CHECKPOINT, EAGER, MST, Parts, Point, Request, Row, TrainingPlan
+from mstpass.planner.training import Fixed, Sizes, Training
 
 GIB = 2**30
 

@@ -13,16 +13,15 @@ from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, RegionMo
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from mstpass.planner import compiled_rows, whole_model
+from mstpass.planner import background, compiled_rows
+from mstpass.planner.background import WholeModel
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.deepen import CannotDeepen, deepened, is_same
-from mstpass.planner.longest_sequence import TOLERANCE
+from mstpass.planner.lengths import TOLERANCE
 from mstpass.planner.models import config_of, has_kinds_of_layers
-from mstpass.planner.progress import Steps, silent
-from mstpass.planner.request import Request
+from mstpass.planner.request import Request, Steps, silent
 from mstpass.planner.room import Room
 from mstpass.planner.traced_step import trace
-from mstpass.planner.whole_model import WholeModel
 from tests import planner_models
 from tests.planner_models import TINY, plan_sizes
 
@@ -120,7 +119,7 @@ def _without_copies(monkeypatch):
 def test_a_row_is_that_of_the_whole_model(config_at, monkeypatch, length):
     rows = _rows(config_at(DEEP), length)
     layers = []
-    for module in (compiled_rows, whole_model):
+    for module in (compiled_rows, background):
         monkeypatch.setattr(module, "trace", lambda *a: (layers.append(a[5]), trace(*a))[1])
     row = rows.mst_row()
     assert layers == [FEW, None]
@@ -159,10 +158,10 @@ def test_another_process_traces_the_whole_model(config_at, monkeypatch):
     """Where it ends without an answer, this one does."""
     path, traced = config_at(DEEP), []
     copy, room = deepened(_traced(path, FEW), FEW, DEPTH), _rows(path).room
-    monkeypatch.setattr(whole_model, "trace", lambda *a: (traced.append(a), trace(*a))[1])
+    monkeypatch.setattr(background, "trace", lambda *a: (traced.append(a), trace(*a))[1])
     with WholeModel(room, 2048, 512, 2, silent) as whole:
         assert whole.is_like(copy) and not traced
-    monkeypatch.setattr(whole_model, "_in_process", planner_models.end_at_once)
+    monkeypatch.setattr(background, "_in_process", planner_models.end_at_once)
     with WholeModel(room, 2048, 512, 2, silent) as whole:
         assert whole.is_like(copy) and len(traced) == 1
 

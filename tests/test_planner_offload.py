@@ -14,13 +14,11 @@ from rich.console import Console
 
 from mstpass.cli.plan import main
 from mstpass.planner import eager_rows
-from mstpass.planner.eager_recipes import checkpointed
+from mstpass.planner.eager_rows import checkpointed
 from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
-from mstpass.planner.progress import Steps, silent
-from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, Row, TrainingPlan
+from mstpass.planner.request import CHECKPOINT, Request, Row, Steps, TrainingPlan, silent
 from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.training import Training

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from mstpass.planner.fixed_memory import Sizes, fixed
-from mstpass.planner.longest_sequence import GRAIN, longest
-from mstpass.planner.training import Training
+from mstpass.planner.lengths import GRAIN, longest
+from mstpass.planner.training import Sizes, Training, fixed
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mstpass.memory.allocation import BLOCK
-from mstpass.planner.longest_sequence import GRAIN, TOLERANCE, next_length
-from mstpass.planner.progress import Steps, silent
-from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE
+from mstpass.planner.lengths import GRAIN, TOLERANCE, next_length
+from mstpass.planner.request import CHECKPOINT, EAGER, RECIPE, Request, Steps, silent
 from mstpass.planner.training import Training
 
 pytest.importorskip("transformers")
@@ -24,9 +22,9 @@ pytest.importorskip("rich")
 from mstpass.planner import compiled_rows, eager_rows
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_step import eager_step
-from mstpass.planner.model_step import distinct_length
 from mstpass.planner.models import NotStacked, build, config_of, keep_layers
 from mstpass.planner.room import Room
+from mstpass.planner.traced_step import distinct_length
 from tests.planner_models import TINY, plan_sizes
 
 pytestmark = pytest.mark.sampled(1)

@@ -12,9 +12,8 @@ import torch
 from mstpass import gpus
 from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.graph.gpu_costs import KERNEL_US, LINK, GpuCosts
-from mstpass.planner.fixed_memory import Sizes
-from mstpass.planner.speed import step_time
-from mstpass.planner.training import Training
+from mstpass.planner.search import step_time
+from mstpass.planner.training import Sizes, Training
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -25,17 +24,14 @@ from rich.console import Console
 
 from mstpass.cli.main import main
 from mstpass.planner.compiled_step import planned
-from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_rows import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import eager_step
-from mstpass.planner.model_step import SequenceError, model_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
-from mstpass.planner.progress import silent
-from mstpass.planner.request import Request
-from mstpass.planner.result import Parts, Row
-from mstpass.planner.splits import BestSplit
+from mstpass.planner.request import Parts, Request, Row, silent
+from mstpass.planner.search import BestSplit
 from mstpass.planner.terminal_table import show
-from mstpass.planner.traced_step import trace
+from mstpass.planner.traced_step import SequenceError, model_step, trace
 from mstpass.tracing.devices import traced_for
 from tests.planner_models import TINY, plan_sizes
 

@@ -15,9 +15,9 @@ import pytest
 from torch._logging._internal import trace_log
 
 from mstpass.plans import ChunkPlan, Outcome
-from mstpass.report import publish as module
-from mstpass.report.publish import publish, summary
+from mstpass.report import store
 from mstpass.report.report import Report
+from mstpass.report.store import publish, summary
 
 PROGRAM = """
 import torch
@@ -119,7 +119,7 @@ def test_a_report_that_cannot_be_published_is_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_log, "handlers", [])
-    with caplog.at_level(logging.DEBUG, logger=module.__name__):
+    with caplog.at_level(logging.DEBUG, logger=store.__name__):
         publish(Unwanted(Outcome()), {})
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"]
     assert "could not publish a report: RuntimeError: made" in caplog.text

@@ -11,8 +11,8 @@ import mstpass
 from mstpass.byte_sizes import bytes_text
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.regions.advice import with_fix
-from mstpass.report.publish import summary
 from mstpass.report.report import Report
+from mstpass.report.store import summary
 
 MIB = 2**20
 ELSEWHERE = "the step's peak lies elsewhere, so chunks here would not lower it"

@@ -17,8 +17,9 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
         ["_compiled_and_reported", "_without_repeated_collectives"],
         "once more, without repeated collectives",
     ),
-    "fuzz/case.py": dict.fromkeys(["_with_tuples", "from_json", "to_json"], "nested fields"),
-    "fuzz/draw.py": dict.fromkeys(["_record", "_value"], "nested fields"),
+    "fuzz/case.py": dict.fromkeys(
+        ["_record", "_value", "_with_tuples", "from_json", "to_json"], "nested fields"
+    ),
     "fuzz/graphs.py": dict.fromkeys(["_wide_types", "in_float64"], "loops in loops"),
     "fuzz/reduce.py": dict.fromkeys(["_smaller_values", "smaller_cases"], "nested fields"),
     "fuzz/render.py": dict.fromkeys(["_name_of"], "nested fields"),
@@ -30,7 +31,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
         ["_RowSums._of_parts", "_RowSums.of"],
         "a sum of sums, which is as deep as one loss is written",
     ),
-    "linter/call_stack.py": dict.fromkeys(["_subclasses"], "classes"),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
     "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(

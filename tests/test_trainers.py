@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import mstpass
 from mstpass import TrainerError
-from mstpass.bench.trainer_models import Tokens, llama, text, tokenizer
+from mstpass.bench.trainers import Tokens, llama, text, tokenizer
 from mstpass.trainers import exchange
 from tests.ranks.launch import run_ranks
 from tests.ranks.trainers import common

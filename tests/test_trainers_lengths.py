@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mstpass
-from mstpass.bench.trainer_models import ids, llama, text, tokenizer
+from mstpass.bench.trainers import ids, llama, text, tokenizer
 from mstpass.torch_internals.caches import counters
 from tests.ranks.trainers import common
 

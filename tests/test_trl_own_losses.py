@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 import mstpass
-from mstpass.bench.trainer_models import config, llama, text, tokenizer
+from mstpass.bench.trainers import config, llama, text, tokenizer
 from tests.ranks.trainers import common
 from tests.test_trainers import LENGTH, VOCABULARY, log, pytestmark, same, saved, short_chunks
 

@@ -1,6 +1,13 @@
-"""`mstpass bench architectures`: a training step of each of many Hugging Face architectures.
+"""Train a step of each of many Hugging Face architectures under Inductor, under mst
+without options, and under mst at the least memory. Peaks and times are relative
+to Inductor's. With --markdown, a row is written once it is known, and rows of
+other architectures stay, so that a call with --model renews single rows.
 
 Inductor is compared with mst without options, and with mst at the least memory.
+
+examples:
+  mstpass bench architectures --repeats 3 --markdown docs/architectures.md
+  mstpass bench architectures --model t5 --model bart
 """
 
 from __future__ import annotations
@@ -11,14 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mstpass
-from mstpass.bench import comparison, figures, results
+from mstpass.bench import comparison, results
 from mstpass.bench.comparison import Contender, eager, error_text, inductor, mst
-from mstpass.bench.figures import Row
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.huggingface_architecture import TINY, Architecture, Scale
-from mstpass.bench.huggingface_architectures import architectures
-from mstpass.bench.models import Step
-from mstpass.bench.results import Result, Table, times_cell
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.huggingface import TINY, Architecture, Scale, architectures
+from mstpass.bench.models import Work
+from mstpass.bench.results import Result, Row, Table, times_cell
 from mstpass.errors import require
 from mstpass.report.report import Report
 
@@ -39,14 +44,6 @@ COLUMNS = (
     *("architecture", "taken", "peak", "time"),
     *("taken for the least memory", "peak", "time", "refused", "run"),
 )
-_DESCRIPTION = """\
-Train a step of each of many Hugging Face architectures under Inductor, under mst
-without options, and under mst at the least memory. Peaks and times are relative
-to Inductor's. With --markdown, a row is written once it is known, and rows of
-other architectures stay, so that a call with --model renews single rows."""
-EXAMPLES = """  mstpass bench architectures --repeats 3 --markdown docs/architectures.md
-  mstpass bench architectures --model t5 --model bart
-"""
 
 
 def run(arguments: Arguments) -> Result:
@@ -57,7 +54,7 @@ def run(arguments: Arguments) -> Result:
     result = Result(NAME, f"A step of Hugging Face's architectures: {scale}")
     rows = _rows_before(arguments.markdown, result.title, known)
     result.notes += _NOTES
-    with Progress(NAME, 4 * len(names) * (2 + arguments.repeats)) as advance:
+    with advancing(NAME, 4 * len(names) * (2 + arguments.repeats)) as advance:
         for name in names:
             try:
                 measured, reports = _measured(name, known[name], arguments, advance)
@@ -65,7 +62,7 @@ def run(arguments: Arguments) -> Result:
                 rows[name] = _failed(name, error_text(error))
             else:
                 rows[name] = _cells(name, measured, reports)
-                result.records[name] = figures.records(measured)
+                result.records[name] = results.records(measured)
             ordered = tuple(rows[name] for name in known if name in rows)
             result.tables = [Table("steps", COLUMNS, ordered)]
             if arguments.markdown is not None:
@@ -80,14 +77,9 @@ def _measured(
     batch = {key: value.to(arguments.device) for key, value in arch.batch().items()}
     loss = arch.loss_of(model)
     before = len(mstpass.reports())
-    rows = comparison.compare(
-        _contenders(),
-        lambda: loss(**batch),
-        lambda fn: Step(fn, list(model.parameters())),
-        repeats=arguments.repeats,
-        device=arguments.device,
-        advance=lambda what: advance(f"{name}: {what}"),
-    )
+    work = Work.of(model, lambda: loss(**batch))
+    named = lambda what: advance(f"{name}: {what}")
+    rows = comparison.compare(_contenders(), work, arguments, named)
     return rows, mstpass.reports()[before:]
 
 
@@ -102,7 +94,7 @@ def _cells(name: str, rows: dict[str, Row], reports: list[Report]) -> tuple[str,
         return _failed(name, errors[0] if errors else f"{len(reports)} graphs instead of one each")
     cells: list[str] = [name]
     for row, report in zip((free, least), reports, strict=True):
-        relative = figures.peak_ratio(row, base), figures.time_ratio(row, base)
+        relative = results.peak_ratio(row, base), results.time_ratio(row, base)
         cells += [_taken(report), *map(times_cell, relative)]
     return (*cells, _refused(reports[1]), results.today())
 
@@ -147,4 +139,4 @@ _NOTES = (
     "turn). Loss and gradients are compared with eager mode's, to within 1e-5 and 1e-4.",
     "Refused: by the plan of the least memory, for each reason how often.",
 )
-main = Benchmark(NAME, (run,), _DESCRIPTION, EXAMPLES, options=("model",))
+main = Benchmark(NAME, (run,), __doc__, options=("model",))

@@ -1,10 +1,16 @@
-"""`mstpass bench budgets`: memory budgets in bytes, and the peaks under them.
+"""Compile steps of many models under memory budgets in bytes, and compare
+their measured peaks with the budgets and with the simulated peaks.
 
 The budgets of a model lie, in equal steps, between the peak of its plan of least memory as Inductor
 schedules it, and the peak of its free plan. The *simulated* peak is that of the report, the
 *measured* peak that of a step. Each budget has a compiled step, whose loss and gradients are
 compared with those of eager. With dropout they are compared with those of Inductor at the same
 seed, because eager draws other masks than compiled code.
+
+examples:
+  mstpass bench budgets --csv budgets.csv
+  mstpass bench budgets --model llama --model "BERT, dropout"
+  mstpass bench budgets --quick
 """
 
 from __future__ import annotations
@@ -12,16 +18,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import mstpass
-from mstpass.bench import results
-from mstpass.bench.budget_models import MODELS, Model
+from mstpass.bench import losses, peers, results
 from mstpass.bench.comparison import Comparison, eager, inductor, mst
-from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.huggingface import Case, Scale, loss_of, sized, workload
+from mstpass.bench.models import Head, LlamaSize, MLPs, Work, llama
 from mstpass.bench.record import problem_of
 from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, quotient, text_of
 from mstpass.errors import require
@@ -29,18 +36,66 @@ from mstpass.limit import MEASURED_OVER_SIMULATED
 from mstpass.partition.budget import memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 
+_AUTOCAST_TOLERANCES = 0.05, 0.05
+_SEED = 1
+
+
+Build = Callable[[torch.device, bool], Work]  # takes the device, and whether sizes are tiny
+
+
+def _llama(size: LlamaSize) -> Build:
+    def build(device: torch.device, quick: bool) -> Work:
+        model, ids_BS, target_BS = llama(peers.QUICK if quick else size, device)
+        return Work.of(model, lambda: model(ids_BS, target_BS))
+
+    return build
+
+
+def _head(loss: losses.Loss) -> Build:
+    def build(device: torch.device, quick: bool) -> Work:
+        head = Head.build(*losses.sizes(quick), device)
+        return head.work(losses.on_head(head, loss))
+
+    return build
+
+
+def _mlps(device: torch.device, quick: bool) -> Work:
+    mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
+    # The loss makes the tangent inside the step, as in a model: so it is a part of the peak.
+    return mlps.work(tangent=None, loss=lambda value: value.square().mean())
+
+
+def _huggingface(case: Case, size: Scale) -> Build:
+    def build(device: torch.device, quick: bool) -> Work:
+        model, ids = workload(case, sized(64, 2, 192, 512, 2, 256) if quick else size, device)
+        loss, seed = loss_of(case, model), _SEED if case.dropout else None
+        more = {"tolerances": _AUTOCAST_TOLERANCES} if case.autocast else {}
+        return Work.of(model, lambda: loss(ids), seed=seed, **more)
+
+    return build
+
+
+_GPT2 = sized(layers=4, mlp_width=1024, vocabulary=16_000)
+MODELS: Mapping[str, Build] = {
+    "llama": _llama(LlamaSize()),
+    "llama, large": _llama(peers.LARGE),
+    "MLPs": _mlps,
+    **{f"head, {name}": _head(loss) for name, loss in losses.LOSSES.items()},
+    "GPT-2": _huggingface(Case("GPT-2", "gpt2", autocast=False), _GPT2),
+    "GPT-2, dropout": _huggingface(Case("GPT-2", "gpt2", autocast=False, dropout=0.1), _GPT2),
+    "OLMo-2": _huggingface(Case("OLMo-2", "olmo2", autocast=False), sized()),
+    "OLMo-2, autocast": _huggingface(Case("OLMo-2", "olmo2", autocast=True), sized()),
+    "BERT": _huggingface(Case("BERT", "bert", autocast=False), sized()),
+    "BERT, dropout": _huggingface(Case("BERT", "bert", autocast=False, dropout=0.1), sized()),
+}
+
+
+# ---- budgets -------------------------------------------------------------------------------------
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _QUICK_SHARES = (1.0, 0.0)
 PEAK_LIMIT, DEVIATION_LIMIT = 1.0, 0.05  # measured / budget, |measured / simulated - 1|
 STEP_LIMIT = 1.0  # a smaller budget must not have a higher peak
 _APART = 0.01  # of budgets that are closer to each other, one is tried
-_DESCRIPTION = """\
-Compile steps of many models under memory budgets in bytes, and compare
-their measured peaks with the budgets and with the simulated peaks."""
-EXAMPLES = """  mstpass bench budgets --csv budgets.csv
-  mstpass bench budgets --model llama --model "BERT, dropout"
-  mstpass bench budgets --quick
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +133,7 @@ def run(arguments: Arguments) -> Result:
     names = arguments.models(MODELS)
     shares = _QUICK_SHARES if arguments.quick else SHARES
     points: list[Point] = []
-    with Progress("budgets", len(names) * 2 * (1 + len(shares))) as advance:
+    with advancing("budgets", len(names) * 2 * (1 + len(shares))) as advance:
         for name in names:
             try:
                 model = MODELS[name](arguments.device, arguments.quick)
@@ -104,25 +159,18 @@ def run(arguments: Arguments) -> Result:
 
 def points_of(
     name: str,
-    model: Model,
+    model: Work,
     shares: Sequence[float],
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Point]:
     budgets = budgets_of(model, shares)
-    comparison = Comparison(
-        model.loss_fn,
-        model.make_step,
-        device,
-        advance,
-        value_tolerance=model.value_tolerance,
-        gradient_tolerance=model.gradient_tolerance,
-    )
+    comparison = Comparison(model, device, advance)
     ours = {
         share: mst(f"{name}, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
         for share, budget in budgets.items()
     }
-    comparison.add([inductor() if model.random else eager(), *ours.values()])
+    comparison.add([eager() if model.seed is None else inductor(), *ours.values()])
     comparison.measure_peaks()
     found = [(share, comparison.rows[contender.name]) for share, contender in ours.items()]
     return [
@@ -140,14 +188,14 @@ def points_of(
     ]
 
 
-def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
+def budgets_of(model: Work, shares: Sequence[float]) -> dict[float, int]:
     """Budgets in bytes, by share.
 
     A budget is larger than the peak at its share by the reserve that the planner keeps (`SPARE`).
     The lowest is the peak of the plan of least memory as Inductor schedules it: lower budgets are
     refused.
     """
-    problem = problem_of(model.loss_fn, memory_budget=0.5)
+    problem = problem_of(model.fn, memory_budget=0.5)
     highest = memory_of(problem, SOLVERS[AUTO](problem, None)).peak_bytes
     lowest = min(_lowest_bytes(model), highest)
     budgets: dict[float, int] = {}
@@ -158,8 +206,8 @@ def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
     return budgets
 
 
-def _lowest_bytes(model: Model) -> int:
-    model.make_step(mst(memory_budget=0.0).build(model.loss_fn))()
+def _lowest_bytes(model: Work) -> int:
+    model.step(mst(memory_budget=0.0).build(model.fn))()
     peak_bytes = mstpass.reports()[-1].peak_bytes
     assert peak_bytes is not None, "the peak bytes are known"
     return peak_bytes
@@ -202,7 +250,6 @@ def _worst(values: Sequence[float | None]) -> float | None:
     return max(known, default=None) if len(known) == len(values) else None
 
 
-_MODEL_LIST = "\n".join(["models:", *(f"  {name}" for name in MODELS)])
-main = Benchmark(
-    "budgets", (run,), f"{_DESCRIPTION}\n\n{_MODEL_LIST}", EXAMPLES, options=("model", "csv")
-)
+_NAMES = "\n".join(["models:", *(f"  {name}" for name in MODELS)])
+_TEXT = f"{__doc__}".replace("examples:", f"{_NAMES}\n\nexamples:")
+main = Benchmark("budgets", (run,), _TEXT, options=("model", "csv"))

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 import mstpass
-from mstpass.bench.figures import Row, write_plan
-from mstpass.bench.harness import Arguments, Progress
-from mstpass.bench.models import LossFn, Step
+from mstpass.bench.harness import Arguments, advancing
+from mstpass.bench.models import LossFn, Step, Work
+from mstpass.bench.results import Row, write_plan
 from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals import versions
 from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
 
 INDUCTOR, MST = "Inductor", "mst"
-VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative errors in fp32
 _NOISE = 1e-8  # gradients below this part of the largest are zero but for rounding
 _AUTO_CHUNKER = {
     "auto_chunker.enable": True,
@@ -42,7 +41,7 @@ _AUTO_CHUNKER = {
 _ERROR_CHARS = 110
 _numbers = itertools.count()
 
-Fn = TypeVar("Fn", bound=Callable[..., Tensor])
+F = TypeVar("F", bound=Callable[..., Tensor])
 Outcome = tuple[Tensor, list[Tensor]]  # a step's value and gradients
 
 
@@ -52,30 +51,44 @@ class Contender:
 
     Attributes:
         build: compiles a loss function.
-        loss_fn: the loss function; None: that of the comparison.
+        loss_fn: the loss function, of the work's arguments; None: that of the work.
+        work: makes what is compiled, where each contender has a model of its own.
         under: context manager that is active during the first call, which compiles.
         auto_chunker: whether Inductor's auto_chunker must have chunked something.
+        options: mst's options; None for others.
+        missing: why it cannot be run here.
+        own_kernels: it launches kernels of its own, which cannot be traced without a GPU.
+        from_peaks: makes the contender from the peaks of earlier ones in bytes, by name.
     """
 
     name: str
     build: Callable[[LossFn], LossFn]
-    loss_fn: LossFn | None = None
+    loss_fn: Callable[..., Tensor] | None = None
+    work: Callable[[], Work] | None = None
     under: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     auto_chunker: bool = False
+    options: Mapping[str, Any] | None = None
+    missing: str = ""
+    own_kernels: bool = False
+    from_peaks: Callable[[Mapping[str, int]], Contender] | None = None
 
 
-def eager(name: str = "eager", loss_fn: LossFn | None = None) -> Contender:
-    return Contender(name, lambda fn: fn, loss_fn)
+Fn = Callable[..., Tensor]
 
 
-def inductor(name: str = INDUCTOR, loss_fn: LossFn | None = None, **rest: Any) -> Contender:
+def eager(name: str = "eager", loss_fn: Fn | None = None, **rest: Any) -> Contender:
+    return Contender(name, lambda fn: fn, loss_fn, **rest)
+
+
+def inductor(name: str = INDUCTOR, loss_fn: Fn | None = None, **rest: Any) -> Contender:
     return Contender(name, lambda fn: torch.compile(own_code(fn)), loss_fn, **rest)
 
 
 def mst(name: str = MST, **options: Any) -> Contender:
     # strict: where mst falls back to Inductor, Inductor would be measured under mst's name
     chosen = {"strict": True, **options}
-    return Contender(name, lambda fn: torch.compile(own_code(fn), backend="mst", options=chosen))
+    build = lambda fn: torch.compile(own_code(fn), backend="mst", options=chosen)
+    return Contender(name, build, options=options)
 
 
 def auto_chunker(name: str = "Inductor, auto_chunker", chunks: int = 8) -> Contender:
@@ -93,7 +106,7 @@ def linear_cross_entropy() -> Callable[..., Tensor] | None:
     return lambda x_ND, w_VD, y_N, **chosen: function(x_ND, w_VD, y_N, options=options(**chosen))
 
 
-def own_code(fn: Fn) -> Fn:
+def own_code(fn: F) -> F:
     """A copy of `fn` with its own code object and name, for which Dynamo compiles anew.
 
     Dynamo caches graphs by code object, and notes by name which sizes have varied.
@@ -114,6 +127,12 @@ def own_code(fn: Fn) -> Fn:
 class Comparison:
     """Contenders that may be added at different times, and are timed in the same rounds.
 
+    Args:
+        work: None where every contender has its own.
+        ranks: where ranks run the same steps, which have collectives, they meet before each timed
+            step. An error ends the whole comparison: a rank that went on would wait for the others.
+        reference: the name, the value and the gradients that all are compared with.
+
     Attributes:
         rows: figures by contender; the first contender is the reference for values and gradients.
         steps: compiled steps by contender.
@@ -123,45 +142,46 @@ class Comparison:
 
     def __init__(
         self,
-        loss_fn: LossFn,
-        make_step: Callable[[LossFn], Step],
+        work: Work | None,
         device: torch.device,
         advance: Callable[[str], None] = lambda name: None,
-        gradient_tolerance: float = GRADIENT_TOLERANCE,
-        value_tolerance: float = VALUE_TOLERANCE,
+        *,
+        ranks: bool = False,
+        reference: tuple[str, Outcome] | None = None,
     ):
         torch.compiler.reset()
         self.rows: dict[str, Row] = {}
         self.steps: dict[str, Step] = {}
         self.advance = advance
-        self._loss_fn, self._make_step, self._device = loss_fn, make_step, device
-        self._tolerances = value_tolerance, gradient_tolerance
-        self._reference: Outcome | None = None
+        self._work, self._device, self._ranks = work, device, ranks
+        self._reference = reference
+        self._errors_to = contextlib.nullcontext if ranks else errors_to
 
     def add(self, contenders: Sequence[Contender]) -> None:
         """Compile and run each step, and compare its value and gradients with the reference's."""
-        # a cache hit would hide the compile time, and whether the auto_chunker has run
-        with fresh_cache():
+        # A cache hit would hide the compile time, and whether the auto_chunker has run; but ranks,
+        # which compile alike, have one new cache together.
+        with contextlib.nullcontext() if self._ranks else fresh_cache():
             for contender in contenders:
                 row = self.rows[contender.name] = Row(contender.name)
-                with errors_to(row):
-                    step = self._make_step(contender.build(contender.loss_fn or self._loss_fn))
+                with self._errors_to(row):
+                    work = contender.work() if contender.work else self._work
+                    assert work is not None, "it is the contender's or the comparison's"
+                    step = work.step(contender.build(work.loss_fn(contender.loss_fn)))
                     result = first_call(contender, step, row)
-                    self._reference = self._reference or result
-                    compare_outcomes(
-                        row, result, self._reference, next(iter(self.rows)), self._tolerances
-                    )
+                    self._reference = self._reference or (contender.name, result)
+                    compare_outcomes(row, result, self._reference, work.tolerances)
                     step()
                     self.steps[contender.name] = step
                 self.advance(contender.name)
 
-    def measure_peaks(self) -> None:
-        """Measure the peak of each contender that has none yet."""
+    def measure_peaks(self, times: int = 1) -> None:
+        """Measure the peak of each contender that has none yet: the lowest of so many steps."""
         for name, step in self.steps.items():
             row = self.rows[name]
             if row.peak_bytes is None:
-                with errors_to(row):
-                    row.peak_bytes = peak_bytes(step, self._device)
+                with self._errors_to(row):
+                    row.peak_bytes = min(peak_bytes(step, self._device) for _ in range(times))
                 self.advance(name)
 
     def time(self, repeats: int) -> None:
@@ -175,8 +195,10 @@ class Comparison:
             running = [name for name in self.steps if not self.rows[name].error]
             start = number % max(1, len(running))
             for name in running[start:] + running[:start]:
+                if self._ranks:
+                    torch.distributed.barrier()
                 # a recompilation would be timed as a step
-                with errors_to(self.rows[name]), recompilation_fails():
+                with self._errors_to(self.rows[name]), recompilation_fails():
                     step = {name: self.steps[name]}
                     timing = timed(step, 1, warmup=0, device=self._device)[name]
                     self.rows[name].seconds += timing.seconds
@@ -185,49 +207,33 @@ class Comparison:
 
 def compare(
     contenders: Sequence[Contender],
-    loss_fn: LossFn,
-    make_step: Callable[[LossFn], Step],
-    *,
-    repeats: int,
-    device: torch.device,
+    work: Work,
+    arguments: Arguments,
     advance: Callable[[str], None] = lambda name: None,
-    **tolerances: float,
 ) -> dict[str, Row]:
     """Figures by contender; the first contender is the reference.
 
-    `advance` is called 2 + `repeats` times with each contender's name. `tolerances` are those of
-    `Comparison`.
+    `advance` is called 2 + `repeats` times with each contender's name.
     """
-    comparison = Comparison(loss_fn, make_step, device, advance, **tolerances)
+    comparison = Comparison(work, arguments.device, advance)
     comparison.add(contenders)
-    comparison.time(repeats)
+    comparison.time(arguments.repeats)
     comparison.measure_peaks()
     return comparison.rows
 
 
 def measured(
-    title: str,
-    contenders: Sequence[Contender],
-    loss_fn: LossFn,
-    make_step: Callable[[LossFn], Step],
-    arguments: Arguments,
+    title: str, contenders: Sequence[Contender], work: Work, arguments: Arguments
 ) -> dict[str, Row]:
     """Figures by contender, with a progress bar of that title."""
-    with Progress(title, len(contenders) * (2 + arguments.repeats)) as advance:
-        return compare(
-            contenders,
-            loss_fn,
-            make_step,
-            repeats=arguments.repeats,
-            device=arguments.device,
-            advance=advance,
-        )
+    with advancing(title, len(contenders) * (2 + arguments.repeats)) as advance:
+        return compare(contenders, work, arguments, advance)
 
 
 def compare_outcomes(
-    row: Row, result: Outcome, reference: Outcome, name: str, tolerances: tuple[float, float]
+    row: Row, result: Outcome, named: tuple[str, Outcome], tolerances: tuple[float, float]
 ) -> None:
-    """Write a row's errors against a reference, which is called ``name``.
+    """Write a row's errors against a reference, which has a name.
 
     Args:
         tolerances: the largest relative errors of the value, and of a gradient.
@@ -235,7 +241,7 @@ def compare_outcomes(
     Raises:
         RuntimeError: an error is larger than its tolerance.
     """
-    value_tolerance, gradient_tolerance = tolerances
+    (name, reference), (value_tolerance, gradient_tolerance) = named, tolerances
     row.value_error = _relative_error(result[0], reference[0])
     if not row.value_error <= value_tolerance:
         raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")

@@ -1,13 +1,24 @@
-"""`mstpass bench compile`: seconds to compile a Llama-like step, cold and from the caches.
+"""Measure the compile time of a Llama-like step, cold and from the caches, by
+depth and by number of chunks, in a new process each time; and the CPU time
+of mst's planning by depth.
 
 Each measurement runs in a new process. The process first compiles a small function, so that the
 time of imports, compiler checks and precompiled headers does not count. Then it runs the model's
 first step. The compile time is the time of that step beyond a later step. *Cold*: the cache folder
 is empty. *Warm*: a second process uses the cache folder that a first one has filled.
+
+For the time of planning, the joint graph is traced, not compiled. CPU time of the process is
+measured, so that other work on the machine does not count. The fastest of several runs counts.
+
+examples:
+  mstpass bench compile
+  mstpass bench compile --repeats 5 --json /tmp/compile.json
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,16 +26,115 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 import mstpass
-from mstpass.bench import planning_time, processes
-from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.figures import Row, ratios, time_ratio
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.results import Result, Table, Target, ratio_cell, seconds_cell
+from mstpass import pipeline
+from mstpass.bench import processes, results
+from mstpass.bench.comparison import INDUCTOR, MST, inductor, mst
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.models import LlamaSize, LossFn, Work, llama
+from mstpass.bench.results import Result, Row, Table, Target, quotient, seconds_cell
+from mstpass.graph.joint import JointGraph
+from mstpass.options import Options
 from mstpass.torch_internals.caches import counters
+from mstpass.tracing.joint_graphs import trace_joint
 
+PLANNING_LIMIT_S, LIMIT_DEPTH = 2.0, 64
+LINEAR = 1.3  # the time may grow by this factor more than the depth
+PLANNED_LAYERS = (8, 16, 32, 64, 128)
+PLANNED = LlamaSize(width=128, heads=4, mlp_width=352, vocabulary=8000, length=1024)
+QUICK_PLANNED = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640)
+
+
+@dataclass(frozen=True)
+class PlanningRow:
+    """CPU seconds to read the graph, to detect its regions, and to plan, for one depth."""
+
+    layers: int
+    nodes: int
+    read_s: float
+    detect_s: float
+    plan_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.read_s + self.detect_s + self.plan_s
+
+
+def run_planning(arguments: Arguments) -> Result:
+    size, depths = (QUICK_PLANNED, (1, 2)) if arguments.quick else (PLANNED, PLANNED_LAYERS)
+    rows = []
+    with advancing("planning", len(depths)) as advance:
+        for depth in depths:
+            rows.append(measured(dataclasses.replace(size, layers=depth), arguments))
+            advance(f"{depth} layers")
+    shape = f"d={size.width}, l={size.mlp_width}, V={size.vocabulary}, N={size.length}, fp32"
+    result = Result("planning", f"Planning a Llama-like step by its depth: {shape}")
+    result.tables.append(_planning_table(rows))
+    result.targets += _planning_targets(rows)
+    result.notes.append(
+        "CPU seconds of mst's own stages for the joint graph of forward and backward, default "
+        f"options; the fastest of {arguments.repeats}."
+    )
+    result.records["rows"] = [dataclasses.asdict(row) for row in rows]
+    return result
+
+
+def measured(size: LlamaSize, arguments: Arguments) -> PlanningRow:
+    model, ids_BS, target_BS = llama(size, arguments.device)
+
+    def take(module: fx.GraphModule, num_fwd_outputs: int) -> PlanningRow:
+        runs = [_stage_seconds(module, num_fwd_outputs) for _ in range(arguments.repeats)]
+        read_s, detected_s, planned_s = min(runs, key=lambda seconds: seconds[-1])
+        nodes = len(module.graph.nodes)
+        return PlanningRow(size.layers, nodes, read_s, detected_s - read_s, planned_s - detected_s)
+
+    return trace_joint(model, (ids_BS, target_BS), take)
+
+
+def _stage_seconds(module: fx.GraphModule, num_fwd_outputs: int) -> list[float]:
+    """CPU seconds until the end of each stage."""
+    run_planning = functools.partial(
+        pipeline.run, module, Options.parse({}), num_fwd_outputs=num_fwd_outputs
+    )
+    seconds = []
+    for stage in (
+        functools.partial(JointGraph, module, num_fwd_outputs),
+        functools.partial(run_planning, stop_after="detect"),
+        functools.partial(run_planning, stop_after="plan"),
+    ):
+        start = time.process_time()
+        stage()
+        seconds.append(time.process_time() - start)
+    return seconds
+
+
+def _planning_table(rows: Sequence[PlanningRow]) -> Table:
+    columns = {
+        "": lambda row: f"{row.layers} layers",
+        "nodes": lambda row: str(row.nodes),
+        "read s": lambda row: seconds_cell(row.read_s),
+        "detect s": lambda row: seconds_cell(row.detect_s),
+        "plan s": lambda row: seconds_cell(row.plan_s),
+        "all s": lambda row: seconds_cell(row.total_s),
+    }
+    return Table.of("planning", rows, columns)
+
+
+def _planning_targets(rows: Sequence[PlanningRow]) -> list[Target]:
+    first, last = rows[0], rows[-1]
+    growth = last.layers / first.layers
+    what = f"planning time of {last.layers} / {first.layers} layers"
+    ratio = quotient(last.total_s, first.total_s)
+    deep = [row for row in rows if row.layers == LIMIT_DEPTH]
+    targets = [
+        Target(f"{row.layers} layers: planning, s", row.total_s, PLANNING_LIMIT_S) for row in deep
+    ]
+    return [*targets, Target(what, ratio, LINEAR * growth)]
+
+
+# ---- compile time --------------------------------------------------------------------------------
 LIMIT = 1.15
 SAME = 1.10  # the compile time must not depend on the number of chunks, but for noise
 LAYERS, CHUNKS = (2, 16), (4, 64)
@@ -32,13 +142,6 @@ SIZE = LlamaSize(width=128, heads=2, mlp_width=512, length=1024)
 QUICK = LlamaSize(width=64, heads=2, mlp_width=256, length=256, vocabulary=2048)
 _TIMEOUT_S = 900
 _ERROR_CHARS = 110
-_DESCRIPTION = """\
-Measure the compile time of a Llama-like step, cold and from the caches, by
-depth and by number of chunks, in a new process each time; and the CPU time
-of mst's planning by depth."""
-EXAMPLES = """  mstpass bench compile
-  mstpass bench compile --repeats 5 --json /tmp/compile.json
-"""
 
 
 @dataclass(frozen=True)
@@ -54,12 +157,9 @@ class Case:
         chunks = f", {self.chunks} chunks" if self.chunks else ""
         return f"{self.backend}, {self.size.layers} layers{chunks}"
 
-    def compile(self, fn: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        if self.backend == INDUCTOR:
-            return torch.compile(fn)
+    def compile(self, fn: LossFn) -> LossFn:
         length = self.size.length // self.chunks if self.chunks else None
-        options: dict[str, Any] = {"strict": True, "chunk_tokens": length}
-        return torch.compile(fn, backend="mst", options=options)
+        return (inductor() if self.backend == INDUCTOR else mst(chunk_tokens=length)).build(fn)
 
 
 @dataclass
@@ -79,7 +179,7 @@ def run(arguments: Arguments) -> Result:
     size = QUICK if arguments.quick else SIZE
     cases = _cases(size, (1, 2) if arguments.quick else LAYERS)
     rows = {case.name: Seconds(case.name) for case in cases}
-    with Progress("compile", len(cases) * (arguments.repeats + 1)) as advance:
+    with advancing("compile", len(cases) * (arguments.repeats + 1)) as advance:
         for number in range(arguments.repeats):
             for case in cases:
                 _measure(case, rows[case.name], arguments.device, warm=number == 0)
@@ -110,9 +210,11 @@ def _table(cases: Sequence[Case], rows: dict[str, Seconds]) -> Table:
     bases = {case.name: rows[Case(INDUCTOR, case.size).name] for case in cases}
     columns: dict[str, Callable[[Seconds], str]] = {
         "": lambda row: row.name,
-        "cold s": lambda row: seconds_cell(row.median_s),
-        "cold / Inductor": lambda row: row.error or ratio_cell(ratios(row, bases[row.name])),
-        "warm s": lambda row: seconds_cell(row.warm_s),
+        "cold s": lambda row: results.seconds_cell(row.median_s),
+        "cold / Inductor": lambda row: (
+            row.error or results.ratio_cell(results.ratios(row, bases[row.name]))
+        ),
+        "warm s": lambda row: results.seconds_cell(row.warm_s),
         "warm: cache hits": lambda row: row.hits,
     }
     return Table.of("first step", rows.values(), columns)
@@ -122,12 +224,12 @@ def _targets(cases: Sequence[Case], rows: dict[str, Seconds]) -> list[Target]:
     targets = []
     for case in cases:
         if case.backend == MST and case.chunks is None:
-            ratio = time_ratio(rows[case.name], rows[Case(INDUCTOR, case.size).name])
+            ratio = results.time_ratio(rows[case.name], rows[Case(INDUCTOR, case.size).name])
             what = f"{case.size.layers} layers: compile time / Inductor"
             targets.append(Target(what, ratio, LIMIT))
     few, many = (rows[case.name] for case in cases if case.chunks)
     what = f"compile time of {CHUNKS[1]} / {CHUNKS[0]} chunks"
-    return [*targets, Target(what, time_ratio(many, few), SAME)]
+    return [*targets, Target(what, results.time_ratio(many, few), SAME)]
 
 
 def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None:
@@ -160,7 +262,8 @@ def work(device: str, case: dict[str, Any]) -> dict[str, Any]:
 def _measured(device: torch.device, case: Case) -> dict[str, Any]:
     _warm_up(device)
     model, ids_BS, target_BS = llama(case.size, device)
-    step = Step(case.compile(lambda: model(ids_BS, target_BS)), list(model.parameters()))
+    work = Work.of(model, lambda: model(ids_BS, target_BS))
+    step = work.step(case.compile(work.fn))
     counters.clear()
     first_s = _seconds(step)
     later_s = min(_seconds(step) for _ in range(3))
@@ -178,10 +281,10 @@ def _warm_up(device: torch.device) -> None:
     torch.compile(lambda: (x @ x).sin().sum())().backward()
 
 
-def _seconds(step: Step) -> float:
+def _seconds(step: LossFn) -> float:
     start = time.perf_counter()
     step().item()
     return time.perf_counter() - start
 
 
-main = Benchmark("compile", (run, planning_time.run), _DESCRIPTION, EXAMPLES)
+main = Benchmark("compile", (run, run_planning), __doc__)

@@ -1,7 +1,12 @@
-"""`mstpass bench experts`: a layer of experts, forward and backward.
+"""Measure layers of experts under Inductor and under mst at several budgets: with
+sorted rows, with a capacity for each expert, and with all tokens for every expert.
 
 Either the rows are sorted by expert, and the products of all experts run by one op, as in
 transformers; or the products are a batch of matrices, one for each expert.
+
+examples:
+  mstpass bench experts
+  mstpass bench experts --quick
 """
 
 from __future__ import annotations
@@ -14,21 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstpass.bench import comparison, figures
+from mstpass.bench import comparison, results
 from mstpass.bench.comparison import INDUCTOR, eager, inductor, mst
 from mstpass.bench.harness import Arguments, Benchmark
-from mstpass.bench.models import Step
+from mstpass.bench.models import Work
 from mstpass.bench.results import Result
 from mstpass.errors import require
 
 BUDGETS = ("free", 0.5, 0.0)
 PEAK_LIMIT, TIME_LIMIT = 0.35, 1.05
-_DESCRIPTION = """\
-Measure layers of experts under Inductor and under mst at several budgets: with sorted rows, with a
-capacity for each expert, and with all tokens for every expert."""
-EXAMPLES = """  mstpass bench experts
-  mstpass bench experts --quick
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +122,16 @@ def _run(layer: type[Experts], key: str, title: str, arguments: Arguments) -> Re
     model = layer(size).to(arguments.device)
     x = torch.randn(size.length, size.width, device=arguments.device, requires_grad=True)
     ours = {budget: mst(f"mst, memory_budget={budget}", memory_budget=budget) for budget in BUDGETS}
-    rows = comparison.measured(
-        key,
-        [eager(), inductor(), *ours.values()],
-        lambda: model(x).square().mean(),
-        lambda fn: Step(fn, [x, *model.parameters()]),
-        arguments,
-    )
+    work = Work.of(model, lambda: model(x).square().mean(), x)
+    contenders = [eager(), inductor(), *ours.values()]
+    rows = comparison.measured(key, contenders, work, arguments)
     base, least = rows[INDUCTOR], rows[ours[0.0].name]
     result = Result(key, f"{title}: {size}")
-    result.tables.append(figures.steps_table("steps", rows.values(), base))
+    result.tables.append(results.steps_table("steps", rows.values(), base))
     what = "memory_budget=0.0: {} / Inductor"
-    result.targets += figures.peak_and_time_targets(what, least, base, PEAK_LIMIT, TIME_LIMIT)
-    result.notes.append(figures.ROUNDS)
-    result.records["rows"] = figures.records(rows)
+    result.targets += results.peak_and_time_targets(what, least, base, PEAK_LIMIT, TIME_LIMIT)
+    result.notes.append(results.ROUNDS)
+    result.records["rows"] = results.records(rows)
     return result
 
 
@@ -150,4 +145,4 @@ LAYERS = (
     (AllTokens, "experts-all-tokens", "A layer of experts, all tokens for each"),
 )
 _RUNS = [functools.partial(_run, *layer) for layer in LAYERS]
-main = Benchmark("experts", _RUNS, _DESCRIPTION, EXAMPLES)
+main = Benchmark("experts", _RUNS, __doc__)

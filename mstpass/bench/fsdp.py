@@ -1,10 +1,19 @@
-"""`mstpass bench fsdp`: a Llama-like step under FSDP2, on two ranks of one thread each."""
+"""Measure the peak memory of a rank and the time of a Llama-like step under
+FSDP2, on two processes of one thread each: eager, Inductor and mst, with the
+whole module compiled, and with blocks and head compiled one by one, for 2,048
+and for 4,096 tokens a rank.
+
+examples:
+  mstpass bench fsdp
+  mstpass bench fsdp --repeats 9 --markdown docs/results/fsdp.md
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Callable, Mapping
+import functools
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,34 +23,21 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import mstpass
-from mstpass.bench import comparison, figures, processes
-from mstpass.bench.comparison import INDUCTOR, MST, Outcome, own_code
-from mstpass.bench.figures import Row
+from mstpass.bench import processes, results
+from mstpass.bench.comparison import INDUCTOR, MST, Comparison, Contender, Outcome, own_code
 from mstpass.bench.harness import Arguments, Benchmark
-from mstpass.bench.models import Llama, LlamaSize
-from mstpass.bench.results import Result, Table, mib_cell, ratio_cell, seconds_cell, times_cell
+from mstpass.bench.models import Llama, LlamaSize, Step, Work
+from mstpass.bench.results import Result, Row, Table, mib_cell, ratio_cell, seconds_cell, times_cell
 from mstpass.errors import UserError
-from mstpass.measure import peak_bytes, timed
-from mstpass.torch_internals.caches import fresh_cache
-from mstpass.torch_internals.settings import recompilation_fails
+from mstpass.measure import peak_bytes
 
 BY_BLOCK = ", block by block"
 FEW_TOKENS = 16
 OVERHEAD = f"eager, {FEW_TOKENS} tokens"  # weights and gradients, sharded and gathered: FSDP2's own
-TOLERANCES = 1e-5, 1e-4  # relative errors of the loss and of a gradient, against eager's
 RANKS = 2
 PEAK_LIMIT, TIME_LIMIT = 0.45, 1.02
 SIZES = (LlamaSize(length=2048), LlamaSize(length=4096))
 QUICK = (LlamaSize(64, 2, 2, 256, 4096, 512),)
-_DESCRIPTION = """\
-Measure the peak memory of a rank and the time of a Llama-like step under
-FSDP2, on two processes of one thread each: eager, Inductor and mst, with the
-whole module compiled, and with blocks and head compiled one by one, for 2,048
-and for 4,096 tokens a rank."""
-EXAMPLES = """  mstpass bench fsdp
-  mstpass bench fsdp --repeats 9 --markdown docs/results/fsdp.md
-"""
 
 
 def run(arguments: Arguments) -> Result:
@@ -67,15 +63,24 @@ def _add(result: Result, rows: dict[str, Row], size: LlamaSize) -> None:
     for way in ("", BY_BLOCK):
         ours, base = rows[MST + way], rows[INDUCTOR + way]
         what = f"{ours.name}: {{}} / {base.name}, {tokens}"
-        result.targets += figures.peak_and_time_targets(what, ours, base, PEAK_LIMIT, TIME_LIMIT)
+        result.targets += results.peak_and_time_targets(what, ours, base, PEAK_LIMIT, TIME_LIMIT)
     result.notes += (f"{row.name}, {tokens}: {row.plan}." for row in rows.values() if row.plan)
-    result.records[tokens] = figures.records(rows)
+    result.records[tokens] = results.records(rows)
 
 
 def of_ranks(size: LlamaSize, repeats: int) -> list[list[Row]]:
     """The rows of each rank."""
+    return rows_of_ranks("mstpass bench fsdp: a rank", figures_of_rank, size, repeats, RANKS)
+
+
+def rows_of_ranks(
+    what: str, function: Callable[..., Any], size: LlamaSize, repeats: int, ranks: int
+) -> list[list[Row]]:
+    """The rows that a function of a size finds on each rank."""
     given = {"size": dataclasses.asdict(size), "repeats": repeats}
-    found = processes.call("mstpass bench fsdp: a rank", figures_of_rank, given, ranks=RANKS)
+    with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder}
+        found = processes.call(what, function, given, ranks=ranks, environment=caches)
     return [[Row(**fields) for fields in rows] for rows in found]
 
 
@@ -99,9 +104,9 @@ def _table(rows: dict[str, Row], title: str) -> Table:
     columns: dict[str, Callable[[Row], str]] = {
         "": lambda row: row.name,
         "peak MiB of a rank": lambda row: mib_cell(row.peak_bytes),
-        "peak / Inductor": lambda row: times_cell(figures.peak_ratio(row, base(row))),
+        "peak / Inductor": lambda row: times_cell(results.peak_ratio(row, base(row))),
         "time s": lambda row: seconds_cell(row.median_s),
-        "time / Inductor": lambda row: ratio_cell(figures.ratios(row, base(row))),
+        "time / Inductor": lambda row: ratio_cell(results.ratios(row, base(row))),
     }
     return Table.of(title, rows.values(), columns)
 
@@ -154,76 +159,43 @@ def _with_own_code(cls: type) -> type:
     return type(cls.__name__, (cls,), methods)
 
 
-class _Sharded:
-    """A sharded model in one way, and its step on this rank's batch."""
+class LocalStep(Step):
+    """A step whose gradients are this rank's shards."""
 
-    def __init__(self, name: str, size: LlamaSize, batch: tuple[Tensor, Tensor]):
-        torch.manual_seed(0)  # the same weights on every rank
-        model = ShardedLlama(size)
-        for module in (model, *model.layers):
-            module.__class__ = _with_own_code(type(module))
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        self.model, self.batch, self.fn = model, batch, WAYS[name](model)
+    def with_gradients(self) -> Outcome:
+        value, gradients = super().with_gradients()
+        return value, [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
-    def __call__(self) -> Tensor:
-        return self.with_gradients()[0]
 
-    def with_gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The loss and this rank's shards of the gradients."""
-        loss = self.fn(*self.batch)
-        loss.backward()
-        found = (parameter.grad for parameter in self.model.parameters())
-        gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
-        self.model.zero_grad()
-        return loss.detach(), gradients
+def _sharded(name: str, size: LlamaSize, batch: tuple[Tensor, Tensor]) -> Work:
+    """A sharded model that is compiled in one way, on this rank's batch."""
+    torch.manual_seed(0)  # the same weights on every rank
+    model = ShardedLlama(size)
+    for module in (model, *model.layers):
+        module.__class__ = _with_own_code(type(module))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    fn = WAYS[name](model)
+    return Work.of(model, lambda: fn(*batch), make=LocalStep)
 
 
 def figures_of_rank(size: dict[str, int], repeats: int) -> list[dict[str, Any]]:
-    """This rank's figures of each way.
-
-    The ranks go through the same ways, steps and rounds in the same order, since each step has
-    collectives. They meet before each timed step. An error ends the whole benchmark: a rank that
-    went on alone would wait for the others.
-    """
-    sizes = LlamaSize(**size)
+    """This rank's figures of each way."""
+    sizes, device = LlamaSize(**size), torch.device("cpu")
     random = torch.Generator().manual_seed(dist.get_rank() + 1)  # every rank has its own batch
     stream = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=random)
-    batch = stream[:, :-1].clone(), stream[:, 1:].clone()
-    found: dict[str, Row] = {}
-    steps: dict[str, _Sharded] = {}
-    reference: Outcome | None = None
-    with fresh_cache():
-        for name in WAYS:
-            row, step = Row(name), _Sharded(name, sizes, batch)
-            made = len(mstpass.reports())
-            outcome = step.with_gradients()
-            reference = reference or outcome
-            comparison.compare_outcomes(row, outcome, reference, next(iter(WAYS)), TOLERANCES)
-            row.plan = figures.plan_text(mstpass.reports()[made:])
-            step()
-            found[name], steps[name] = row, step
-            row.peak_bytes = peak_bytes(step)
-    ids, targets = (part[:, :FEW_TOKENS] for part in batch)
-    overhead = _Sharded("eager", sizes, (ids, targets))
+    ids, targets = stream[:, :-1].clone(), stream[:, 1:].clone()
+    of_way = lambda name: functools.partial(_sharded, name, sizes, (ids, targets))
+    comparison = Comparison(None, device, ranks=True)
+    comparison.add([Contender(name, lambda fn: fn, work=of_way(name)) for name in WAYS])
+    comparison.measure_peaks()
+    few = _sharded("eager", sizes, (ids[:, :FEW_TOKENS], targets[:, :FEW_TOKENS]))
+    overhead = few.step(few.fn)
     overhead()
-    found[OVERHEAD] = Row(OVERHEAD, peak_bytes=peak_bytes(overhead))
-    del reference, outcome  # free their memory
-    add_rounds(found, steps, repeats)
-    return figures.records(found)
+    comparison.time(repeats)
+    last = Row(OVERHEAD, peak_bytes=peak_bytes(overhead))
+    return results.records({**comparison.rows, OVERHEAD: last})
 
 
-def add_rounds(
-    rows: Mapping[str, Row], steps: Mapping[str, Callable[[], Any]], repeats: int
-) -> None:
-    """Time each rank's steps, one after the other in each round; the ranks meet before each."""
-    for _ in range(repeats):
-        gc.collect()
-        for name, step in steps.items():
-            dist.barrier()
-            with recompilation_fails():
-                rows[name].seconds += timed({name: step}, 1, warmup=0)[name].seconds
-
-
-main = Benchmark("fsdp", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("fsdp", (run,), __doc__)

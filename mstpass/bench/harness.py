@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mstpass.argument_parsers import command_parser, count
 from mstpass.bench import results
 from mstpass.bench.results import Result
 from mstpass.errors import UserError, require
+from mstpass.progress import progress_bar
 
 _REPEATS, _QUICK_REPEATS = 5, 2
 _BUSY = """\
@@ -80,13 +82,13 @@ class Benchmark:
 
     Attributes:
         runs: functions that measure, called one after the other.
+        text: the help: what is measured, and examples.
         options: names of the options that not every benchmark has.
     """
 
     name: str
     runs: Sequence[Callable[[Arguments], Result]]
-    description: str
-    examples: str
+    text: str | None
     options: Sequence[str] = ()
 
     def __call__(self, argv: Sequence[str] = ()) -> int:
@@ -106,8 +108,7 @@ class Benchmark:
         return 0
 
     def parse(self, argv: Sequence[str]) -> Arguments:
-        epilog = f"examples:\n{self.examples}\n{_BUSY}"
-        parser = command_parser(f"mstpass bench {self.name}", self.description, epilog)
+        parser = command_parser(f"mstpass bench {self.name}", f"{self.text}\n{_BUSY}")
         add = parser.add_argument
         repeats = f"timed rounds (default {_REPEATS}; with --quick {_QUICK_REPEATS})"
         add("--repeats", type=count, help=repeats)
@@ -133,25 +134,13 @@ class Benchmark:
         return Arguments(**vars(given))
 
 
-class Progress:
+@contextlib.contextmanager
+def advancing(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar of ``total`` steps on a terminal. It shows nothing elsewhere."""
+    from rich import progress
 
-    def __init__(self, title: str, total: int):
-        from rich import progress
-
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[what]}"),
-        )
-        self._bar = progress.Progress(*columns, transient=True)
-        self._task = self._bar.add_task(title, total=total, what="")
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._bar.start()
-        return lambda what: self._bar.update(self._task, advance=1, what=what)
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+    count, passed = progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    columns = ("{task.description}", progress.BarColumn(), count, passed, "{task.fields[what]}")
+    with progress_bar(*columns, transient=True) as bar:
+        task = bar.add_task(title, total=total, what="")
+        yield lambda what: bar.update(task, advance=1, what=what)

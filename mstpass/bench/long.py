@@ -1,10 +1,17 @@
-"""`mstpass bench long`: a long sequence at the least memory, with and without loops over heads.
+"""Measure the peak and the time of a Llama-like step with a long sequence under
+memory budgets, with loops over tokens alone and with loops over heads; with
+--grouped, of a model with grouped queries, and with loops through attention.
 
 At this length attention has the peak of the step. The least memory is measured with loops over
 tokens alone (``chunk="tokens"``), and with loops over heads as well; then budgets just above it,
 which cost less time. Plans of a deeper model are compared under further budgets; they are not run.
 With ``--grouped``, fewer heads have keys than queries, and loops over tokens through attention
 (blocks) are compared with those over heads.
+
+examples:
+  mstpass bench long --repeats 3
+  mstpass bench long --grouped --repeats 1
+  mstpass bench long --quick
 """
 
 from __future__ import annotations
@@ -17,20 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import comparison, figures, record
+from mstpass.bench import comparison, record, results
 from mstpass.bench.comparison import INDUCTOR, Contender, inductor, mst
-from mstpass.bench.figures import Row
 from mstpass.bench.harness import Arguments, Benchmark
-from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.results import (
-    Result,
-    Table,
-    Target,
-    mib_cell,
-    quotient,
-    text_of,
-    times_cell,
-)
+from mstpass.bench.models import LlamaSize, Work, llama
+from mstpass.bench.results import Result, Row, Table, Target
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.problem.problem import CutProblem
@@ -46,14 +44,6 @@ SHORT = 'mst, chunk="blocks", short chunks'
 SHORTER = 'mst, memory_budget=0.1, chunk="blocks", shorter chunks'  # keeps attention's results
 PLANNED_LAYERS = 8
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5)  # between least and free, loops over tokens
-_DESCRIPTION = """\
-Measure the peak and the time of a Llama-like step with a long sequence under
-memory budgets, with loops over tokens alone and with loops over heads; with
---grouped, of a model with grouped queries, and with loops through attention."""
-EXAMPLES = """  mstpass bench long --repeats 3
-  mstpass bench long --grouped --repeats 1
-  mstpass bench long --quick
-"""
 
 
 def run(arguments: Arguments) -> Result:
@@ -64,7 +54,7 @@ def run(arguments: Arguments) -> Result:
     result, rows = _measured(size, budgets, arguments)
     result.targets += _targets(rows)
     result.notes.append(
-        f"{figures.ROUNDS} The targets compare the steps at memory_budget=0.0 with and without "
+        f"{results.ROUNDS} The targets compare the steps at memory_budget=0.0 with and without "
         "loops over heads."
     )
     planned = dataclasses.replace(size, layers=2 if arguments.quick else PLANNED_LAYERS)
@@ -80,17 +70,12 @@ def _measured(
     """Inductor, the least memory of loops over tokens alone, and the contenders."""
     model, ids, labels = llama(size, arguments.device)
     least = mst(_name(0.0, "tokens"), memory_budget=0.0, chunk="tokens")
-    rows = comparison.measured(
-        "long",
-        [inductor(), least, *contenders],
-        lambda: model(ids, labels),
-        lambda fn: Step(fn, list(model.parameters())),
-        arguments,
-    )
+    work = Work.of(model, lambda: model(ids, labels))
+    rows = comparison.measured("long", [inductor(), least, *contenders], work, arguments)
     name = "long-grouped" if size.key_value_heads else "long"
     result = Result(name, f"A long sequence: {size}")
-    result.tables.append(figures.steps_table("steps", rows.values(), rows[INDUCTOR]))
-    result.records["rows"] = figures.records(rows)
+    result.tables.append(results.steps_table("steps", rows.values(), rows[INDUCTOR]))
+    result.records["rows"] = results.records(rows)
     return result, rows
 
 
@@ -100,12 +85,12 @@ def _grouped(size: LlamaSize, arguments: Arguments) -> Result:
     contenders = [mst(heads, memory_budget=0.0, chunk="heads"), mst(_name(0.0), memory_budget=0.0)]
     result, rows = _measured(size, contenders, arguments)
     blocks, tokens = rows[_name(0.0)], rows[_name(0.0, "tokens")]
-    peak, time = figures.peak_ratio(blocks, rows[heads]), figures.time_ratio(blocks, tokens)
+    peak, time = results.peak_ratio(blocks, rows[heads]), results.time_ratio(blocks, tokens)
     result.targets += [
         Target("peak / of loops over heads", peak, BLOCKS_PEAK_LIMIT),
         Target("time / of loops over tokens alone", time, BLOCKS_TIME_LIMIT),
     ]
-    result.notes.append(f"{figures.ROUNDS} Each plan is that of memory_budget=0.0.")
+    result.notes.append(f"{results.ROUNDS} Each plan is that of memory_budget=0.0.")
     _add_block(result, dataclasses.replace(size, layers=1, length=size.length // 4), arguments)
     return result
 
@@ -133,23 +118,25 @@ def _add_block(result: Result, size: LlamaSize, arguments: Arguments) -> None:
         mst(SHORT, memory_budget=0.0, chunk="blocks", chunk_tokens=size.length // 32),
         mst(SHORTER, memory_budget=0.1, chunk="blocks", chunk_tokens=size.length // 64),
     ]
-    make_step = lambda fn: Step(fn, leaves, tangent)
-    rows = comparison.measured("one block", contenders, loss_fn, make_step, arguments)
+    work = Work(loss_fn, leaves, tangent)
+    rows = comparison.measured("one block", contenders, work, arguments)
     base, row = rows[contenders[0].name], rows[SHORTER]
-    values = lambda r: quotient(r.peak_bytes and r.peak_bytes - gradients_bytes, x_BSD.nbytes)
+    values = lambda r: results.quotient(
+        r.peak_bytes and r.peak_bytes - gradients_bytes, x_BSD.nbytes
+    )
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda r: r.name,
-        "values of N x d without gradients of weights and input": lambda r: text_of(
+        "values of N x d without gradients of weights and input": lambda r: results.text_of(
             values(r), "{:.2f}".format
         ),
-        "time / checkpointed": lambda r: times_cell(figures.time_ratio(r, base)),
+        "time / checkpointed": lambda r: results.times_cell(results.time_ratio(r, base)),
     }
     result.tables.append(Table.of(f"one block: {size}", rows.values(), columns))
     result.targets += [
         Target("one block: values of N x d", values(row), BLOCK_VALUES_LIMIT),
-        Target("one block: time / checkpointed", figures.time_ratio(row, base), 1.0),
+        Target("one block: time / checkpointed", results.time_ratio(row, base), 1.0),
     ]
-    result.records["one block"] = figures.records(rows)
+    result.records["one block"] = results.records(rows)
 
 
 def _planned(size: LlamaSize) -> tuple[Table, float]:
@@ -158,18 +145,18 @@ def _planned(size: LlamaSize) -> tuple[Table, float]:
     free, least, own_least = _step(tokens, None), _step(tokens, 0), _step(heads, 0)
 
     def cells(step: StepSimulation) -> tuple[str, str]:
-        return mib_cell(_peak(step)), times_cell(step.us / free.us)
+        return results.mib_cell(_peak(step)), results.times_cell(step.us / free.us)
 
     lines, times = [], []
     for share in SHARES:
         limit = _between(least, free, share)
         before, after = _step(tokens, limit), _step(heads, limit)
         times.append(after.us / before.us)
-        lines.append((mib_cell(limit), *cells(before), *cells(after), f"{times[-1]:.3f}x"))
+        lines.append((results.mib_cell(limit), *cells(before), *cells(after), f"{times[-1]:.3f}x"))
     for share in (*reversed(NEAR_LEAST), 0.0):
         limit = _between(own_least, free, share)
         after = _step(heads, limit) if share else own_least
-        lines.append((mib_cell(limit), "none", "-", *cells(after), "-"))
+        lines.append((results.mib_cell(limit), "none", "-", *cells(after), "-"))
     columns = (
         *("budget MiB", "peak MiB, loops over tokens alone", "time / free plan"),
         *("peak MiB, over heads too", "time / free plan", "of the time without"),
@@ -202,13 +189,13 @@ def _name(budget: float, chunk: str = "auto") -> str:
 
 def _targets(rows: Mapping[str, Row]) -> list[Target]:
     ours, base = rows[_name(0.0)], rows[_name(0.0, "tokens")]
-    simulated = quotient(ours.peak_bytes, ours.simulated_bytes)
+    simulated = results.quotient(ours.peak_bytes, ours.simulated_bytes)
     deviation = simulated and abs(simulated - 1)
     what = "{} / without loops over heads"
     return [
-        *figures.peak_and_time_targets(what, ours, base, PEAK_LIMIT, TIME_LIMIT),
+        *results.peak_and_time_targets(what, ours, base, PEAK_LIMIT, TIME_LIMIT),
         Target("|measured / simulated - 1|", deviation, DEVIATION_LIMIT),
     ]
 
 
-main = Benchmark("long", (run,), _DESCRIPTION, EXAMPLES, options=("grouped",))
+main = Benchmark("long", (run,), __doc__, options=("grouped",))

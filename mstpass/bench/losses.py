@@ -1,7 +1,13 @@
-"""`mstpass bench losses`: one LM head under the losses that language models are trained with.
+"""Measure an LM head under each of several losses: step time against Inductor
+without chunks, and peak against the floor, which is the memory that no loop
+can avoid.
 
 The *floor* is the memory that no loop can avoid: the weight gradient, the input gradient, and one
 chunk of logits, as long as mst's chunks are.
+
+examples:
+  mstpass bench losses
+  mstpass bench losses --repeats 3 --markdown docs/results/losses.md
 """
 
 from __future__ import annotations
@@ -13,22 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import comparison, figures
+from mstpass.bench import comparison, results
 from mstpass.bench.comparison import INDUCTOR, MST, inductor, mst
-from mstpass.bench.figures import Row
-from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.models import Head
-from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, ratio_cell, times_cell
+from mstpass.bench.results import Result, Row, Table, Target
 
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4
-_DESCRIPTION = """\
-Measure an LM head under each of several losses: step time against Inductor
-without chunks, and peak against the floor, which is the memory that no loop
-can avoid."""
-EXAMPLES = """  mstpass bench losses
-  mstpass bench losses --repeats 3 --markdown docs/results/losses.md
-"""
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [B, S, V], next tokens [B, S]
 
@@ -39,19 +37,12 @@ def run(arguments: Arguments) -> Result:
     title = f"An LM head under each loss: N={tokens}, d={width}, V={vocabulary}, fp32"
     result = Result("losses", title)
     lines = []
-    with Progress("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
+    with advancing("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
         for name, loss in LOSSES.items():
-            value = on_head(head, loss)
-            rows = comparison.compare(
-                [inductor(), mst()],
-                value,
-                head.step,
-                repeats=arguments.repeats,
-                device=arguments.device,
-                advance=advance,
-            )
+            work = head.work(on_head(head, loss))
+            rows = comparison.compare([inductor(), mst()], work, arguments, advance)
             lines.append(_line(name, head, rows, result))
-            result.records[name] = figures.records(rows)
+            result.records[name] = results.records(rows)
     columns = ("loss", "mode", "time / Inductor", "estimated", "Inductor MiB", "mst MiB")
     result.tables.append(Table("losses", (*columns, "peak / floor"), tuple(lines)))
     result.notes.append(
@@ -71,20 +62,20 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
     regions = mstpass.reports()[-1].regions
     mode = regions[0].mode if regions else "refused"
     floor = head.floor_bytes(regions[0].num_chunks) if regions else None
-    relative = quotient(ours.peak_bytes, floor)
+    relative = results.quotient(ours.peak_bytes, floor)
     limit = FUSED_TIME_LIMIT if mode == "fused" else RECOMPUTE_TIME_LIMIT
     result.targets += [
         Target(f"{name}: peak / floor", relative, PEAK_LIMIT),
-        Target(f"{name}: time / Inductor", figures.time_ratio(ours, base), limit),
+        Target(f"{name}: time / Inductor", results.time_ratio(ours, base), limit),
     ]
     return (
         name,
         mode,
-        ours.error or ratio_cell(figures.ratios(ours, base)),
-        figures.estimate_cell(ours, base),
-        mib_cell(base.peak_bytes),
-        mib_cell(ours.peak_bytes),
-        times_cell(relative),
+        ours.error or results.ratio_cell(results.ratios(ours, base)),
+        results.estimate_cell(ours, base),
+        results.mib_cell(base.peak_bytes),
+        results.mib_cell(ours.peak_bytes),
+        results.times_cell(relative),
     )
 
 
@@ -152,4 +143,4 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-main = Benchmark("losses", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("losses", (run,), __doc__)

@@ -1,6 +1,12 @@
 """Workloads in plain PyTorch: an LM head, a chain of MLPs, and a Llama-like model.
 
 Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
+
+Hand-written tiling over the tokens, of MLPs and of the head, as in MST and ALST.
+
+The forward of the MLP runs tile by tile without recording gradients, and saves only its input. Its
+backward recomputes each tile, with gradients. The head computes loss and gradients of each tile in
+the forward. (MST: arXiv 2407.15892. ALST: `TiledMLP` and `TiledFusedLogitsLoss`.)
 """
 
 from __future__ import annotations
@@ -13,10 +19,80 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import hand_tiled
 
+def tiled_mlp(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
+    """`module(x)`, computed in `chunks` tiles of the rows of x, one after the other."""
+    return _TiledMLP.apply(module, x, chunks, *module.parameters())
+
+
+def tiled_head_loss(x_ND: Tensor, w_VD: Tensor, target_N: Tensor, chunks: int) -> Tensor:
+    """Mean cross-entropy of the logits `x @ w.T`, of which only one tile exists at a time."""
+    return _TiledHeadLoss.apply(x_ND, w_VD, target_N, chunks)
+
+
+class _TiledMLP(Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, chunks: int, *weights: Tensor) -> Tensor:
+        ctx.module, ctx.chunks = module, chunks
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        for x_tile, y_tile in zip(_tiles(x, chunks), _tiles(y, chunks), strict=True):
+            y_tile.copy_(module(x_tile))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (x,), (grad_y,) = ctx.saved_tensors, grad_outputs
+        weights = tuple(ctx.module.parameters())
+        grads = [torch.zeros_like(weight) for weight in weights]
+        grad_x = torch.empty_like(x)
+        pieces = (_tiles(t, ctx.chunks) for t in (x, grad_y.contiguous(), grad_x))
+        for x_tile, grad_y_tile, grad_x_tile in zip(*pieces, strict=True):
+            x_leaf = x_tile.detach().requires_grad_()
+            with torch.enable_grad():
+                y_tile = ctx.module(x_leaf)
+            found = torch.autograd.grad(y_tile, (x_leaf, *weights), grad_y_tile)
+            grad_x_tile.copy_(found[0])
+            for grad, more in zip(grads, found[1:], strict=True):
+                grad += more
+        return None, grad_x, None, *grads
+
+
+class _TiledHeadLoss(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, w_VD: Tensor, target_N: Tensor, chunks: int) -> Tensor:
+        grad_x_ND, grad_w_VD = torch.empty_like(x_ND), torch.zeros_like(w_VD)
+        total = x_ND.new_zeros(())
+        pieces = (t.chunk(chunks) for t in (x_ND, target_N, grad_x_ND))
+        for x_TD, target_T, grad_x_TD in zip(*pieces, strict=True):
+            logits_TV = x_TD @ w_VD.T
+            rows = torch.arange(len(target_T), device=x_ND.device)
+            log_sums_T = logits_TV.logsumexp(dim=-1)
+            total += (log_sums_T - logits_TV[rows, target_T]).sum()
+            grad_TV = logits_TV.sub_(log_sums_T[:, None]).exp_()
+            grad_TV[rows, target_T] -= 1
+            grad_TV /= len(target_N)
+            torch.mm(grad_TV, w_VD, out=grad_x_TD)
+            grad_w_VD.addmm_(grad_TV.T, x_TD)
+            del logits_TV, grad_TV  # otherwise two tiles are alive at once
+        ctx.save_for_backward(grad_x_ND, grad_w_VD)
+        return total / len(target_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        grad_x_ND, grad_w_VD = ctx.saved_tensors
+        (scale,) = grad_outputs
+        return grad_x_ND.mul_(scale), grad_w_VD.mul_(scale), None, None
+
+
+def _tiles(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
+    return x.flatten(0, -2).chunk(chunks)
+
+
+# ---- the workloads -------------------------------------------------------------------------------
 LossFn = Callable[[], Tensor]
 
 
@@ -50,6 +126,48 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What is computed, and what makes a step of a function that computes it.
+
+    Attributes:
+        fn: computes the loss, or another value, from ``args``.
+        leaves, tangent, loss: as of `Step`.
+        seed: of each step, where it draws random numbers.
+        tolerances: the largest relative errors of the value, and of a gradient.
+        make: the kind of step.
+        flops: floating-point operations of a step, nothing counted twice.
+    """
+
+    fn: Callable[..., Tensor]
+    leaves: Sequence[Tensor]
+    tangent: Tensor | None = None
+    loss: Callable[[Tensor], Tensor] | None = None
+    seed: int | None = None
+    tolerances: tuple[float, float] = (1e-5, 1e-4)
+    make: type[Step] = Step
+    args: tuple[Any, ...] = ()
+    flops: float | None = None
+
+    @staticmethod
+    def of(model: nn.Module, fn: Callable[..., Tensor], *inputs: Tensor, **more: Any) -> Work:
+        """The step of a model, with gradients of these inputs and of all that is trained."""
+        return Work(fn, [*inputs, *(p for p in model.parameters() if p.requires_grad)], **more)
+
+    def loss_fn(self, fn: Callable[..., Tensor] | None = None) -> LossFn:
+        """The own function of the arguments, or another one, as a function of none."""
+        chosen = fn or self.fn
+        return (lambda: chosen(*self.args)) if self.args else chosen
+
+    def step(self, fn: LossFn) -> Step:
+        def seeded() -> Tensor:
+            if self.seed is not None:
+                torch.manual_seed(self.seed)
+            return fn()
+
+        return self.make(seeded, self.leaves, self.tangent, self.loss)
+
+
+@dataclass(frozen=True)
 class Head:
     """An LM head with cross-entropy: gradients of the weight and of the hidden states.
 
@@ -77,8 +195,9 @@ class Head:
     def loss(self) -> Tensor:
         return F.cross_entropy(F.linear(self.hidden, self.weight), self.target)
 
-    def step(self, loss_fn: LossFn) -> Step:
-        return Step(loss_fn, (self.hidden, self.weight))
+    def work(self, loss_fn: LossFn | None = None, **more: Any) -> Work:
+        """The head under its own loss, or under another one."""
+        return Work(loss_fn or self.loss, (self.hidden, self.weight), **more)
 
     def floor_bytes(self, chunks: int) -> int:
         """Bytes that no loop can avoid: weight gradient, input gradient, one chunk of logits."""
@@ -124,8 +243,8 @@ class MLPs:
     def value(self) -> Tensor:
         return self.layers(self.hidden)
 
-    def step(self, fn: LossFn) -> Step:
-        return Step(fn, (self.hidden, *self.layers.parameters()), self.tangent)
+    def work(self, **more: Any) -> Work:
+        return Work.of(self.layers, self.value, self.hidden, **{"tangent": self.tangent, **more})
 
 
 @dataclass(frozen=True)
@@ -190,7 +309,7 @@ class Layer(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
         h_BSD = self.mlp_norm(x_BSD)
         if mlp_chunks > 1:
-            return x_BSD + hand_tiled.mlp(self.mlp, h_BSD, mlp_chunks)
+            return x_BSD + tiled_mlp(self.mlp, h_BSD, mlp_chunks)
         return x_BSD + self.mlp(h_BSD)
 
 
@@ -230,7 +349,7 @@ class Llama(nn.Module):
                 x_BSD = layer(*arguments)
         x_ND, target_N = self.norm(x_BSD).flatten(0, 1), target_BS.flatten()
         if chunks > 1:
-            return hand_tiled.head_loss(x_ND, self.head.weight, target_N, chunks)
+            return tiled_head_loss(x_ND, self.head.weight, target_N, chunks)
         return F.cross_entropy(self.head(x_ND), target_N)
 
 

@@ -1,6 +1,11 @@
-"""`mstpass bench optimizer`: what an optimizer's step allocates, in eager and compiled.
+"""Measure what an optimizer's step allocates: one parameter after the other,
+all at once (foreach), and compiled by Inductor and by mst.
 
 Bytes are relative to those of the parameters. All ways must give the same parameters.
+
+examples:
+  mstpass bench optimizer
+  mstpass bench optimizer --quick
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import torch
 from torch import nn
 
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.results import Result, Table, Target, times_cell
 from mstpass.measure import peak_bytes, timed
 
@@ -28,12 +33,6 @@ OPTIMIZERS: Optimizers = {
 FOREACH = "eager, foreach"
 LIMIT = 0.01  # of the parameters' bytes
 _TOLERANCE = 1e-5  # of the parameters, relative to the largest
-_DESCRIPTION = """\
-Measure what an optimizer's step allocates: one parameter after the other,
-all at once (foreach), and compiled by Inductor and by mst."""
-EXAMPLES = """  mstpass bench optimizer
-  mstpass bench optimizer --quick
-"""
 
 
 def run(arguments: Arguments) -> Result:
@@ -41,7 +40,7 @@ def run(arguments: Arguments) -> Result:
     result = Result("optimizer", f"An optimizer's step: {count} parameters of {shape}, fp32")
     ways = {"eager, one by one": None, FOREACH: None, INDUCTOR: "inductor", MST: "mst"}
     lines: list[tuple[str, ...]] = []
-    with Progress("optimizer", len(OPTIMIZERS) * len(ways)) as advance:
+    with advancing("optimizer", len(OPTIMIZERS) * len(ways)) as advance:
         for name, make in OPTIMIZERS.items():
             updates = {
                 way: _Update(make, way != next(iter(ways)), backend, count, shape, arguments.device)
@@ -105,4 +104,4 @@ class _Update:
         return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
 
 
-main = Benchmark("optimizer", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("optimizer", (run,), __doc__)

@@ -1,4 +1,5 @@
-"""`mstpass bench pareto`: measured peak against time, for torch's own partitioner and for mst.
+"""Measure peak and time of a Llama-like step: Inductor with torch's
+partitioner at its budgets and with checkpoints, and mst at its own budgets.
 
 The points of torch are its partitioner at several values of ``activation_memory_budget``, and
 ``torch.utils.checkpoint`` around each layer; both run under Inductor. The points of mst are
@@ -9,6 +10,11 @@ The points of torch are its partitioner at several values of ``activation_memory
   bytes; for the larger model also the target's fraction of Inductor's peak.
 
 All points are checked and timed in one run.
+
+examples:
+  mstpass bench pareto --csv pareto.csv --plots plots
+  mstpass bench pareto --large --repeats 9 --plots plots
+  mstpass bench pareto --quick
 """
 
 from __future__ import annotations
@@ -18,12 +24,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mstpass.bench import figures, peers, results
+from mstpass.bench import peers, results
 from mstpass.bench.comparison import INDUCTOR, MST, Comparison, Contender, eager, inductor, mst
-from mstpass.bench.figures import Row
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.models import Llama, LlamaSize, Step, llama
-from mstpass.bench.results import MIB, NONE, Result, Table, Target, mib_cell, ratio_cell, times_cell
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.models import Llama, LlamaSize, Work, llama
+from mstpass.bench.results import MIB, NONE, Result, Row, Table, Target
 from mstpass.torch_internals.settings import torch_budget
 
 TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor's default
@@ -32,13 +37,6 @@ _QUICK_TORCH_BUDGETS, _QUICK_BUDGETS = (0.5,), (0.0,)
 CHECKPOINT = f"{INDUCTOR}, checkpoint per layer"
 LIMIT = 1.03  # relative to a torch point's peak and time
 LARGE_PEAK_LIMIT, LARGE_TIME_LIMIT = 0.17, 1.20  # relative to Inductor
-_DESCRIPTION = """\
-Measure peak and time of a Llama-like step: Inductor with torch's
-partitioner at its budgets and with checkpoints, and mst at its own budgets."""
-EXAMPLES = """  mstpass bench pareto --csv pareto.csv --plots plots
-  mstpass bench pareto --large --repeats 9 --plots plots
-  mstpass bench pareto --quick
-"""
 
 Rows = Sequence[Row]
 
@@ -51,9 +49,9 @@ def run(arguments: Arguments) -> Result:
     base, theirs, ours = _measured(size, arguments)
     every = [*theirs, *ours]
     result = Result(name, f"Peak against time, measured: {size}")
-    result.tables += [figures.steps_table("points", every, base), _pairs(base, theirs, ours)]
+    result.tables += [results.steps_table("points", every, base), _pairs(base, theirs, ours)]
     result.targets += _targets(base, theirs, ours, arguments.large)
-    figures.judge_estimates(result, "mst's times", ours, base)
+    results.judge_estimates(result, "mst's times", ours, base)
     result.notes += [
         "Loss and gradients equal eager's. Time: median ratio over interleaved rounds "
         "(least-greatest). A memory_budget in MiB is the measured peak of a torch point. Fastest "
@@ -77,13 +75,9 @@ def _measured(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
     ours = [mst(), mst(f"{MST}, free_overhead=0", free_overhead=0.0)]
     ours += [_mst_at(budget) for budget in (_QUICK_BUDGETS if arguments.quick else BUDGETS)]
     most = 2 + 2 * len(theirs) + len(ours)
-    with Progress("pareto", most * (2 + arguments.repeats)) as advance:
-        comparison = Comparison(
-            lambda: model(ids_BS, target_BS),
-            lambda fn: Step(fn, list(model.parameters())),
-            arguments.device,
-            advance,
-        )
+    with advancing("pareto", most * (2 + arguments.repeats)) as advance:
+        work = Work.of(model, lambda: model(ids_BS, target_BS))
+        comparison = Comparison(work, arguments.device, advance)
         comparison.add([eager(), *theirs, *ours])
         comparison.measure_peaks()
         rows = comparison.rows
@@ -128,10 +122,14 @@ def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
     lines = []
     for row in theirs:
         best = _fastest(ours, row, LIMIT)
-        time = row.error or ratio_cell(figures.ratios(row, base))
-        peak = times_cell(figures.peak_ratio(best, row))
-        relative = best.name if best else NONE, peak, ratio_cell(figures.ratios(best, row))
-        lines.append((row.name, mib_cell(row.peak_bytes), time, *relative))
+        time = row.error or results.ratio_cell(results.ratios(row, base))
+        peak = results.times_cell(results.peak_ratio(best, row))
+        relative = (
+            best.name if best else NONE,
+            peak,
+            results.ratio_cell(results.ratios(best, row)),
+        )
+        lines.append((row.name, results.mib_cell(row.peak_bytes), time, *relative))
     columns = ("torch point", "peak MiB", "time / Inductor", "fastest mst point")
     return Table("at torch's peaks", (*columns, "peak / torch's", "time / torch's"), tuple(lines))
 
@@ -142,7 +140,7 @@ def _fastest(ours: Rows, other: Row, peak_limit: float) -> Row | None:
         return None
     limit = peak_limit * other.peak_bytes
     low = [row for row in ours if row.peak_bytes is not None and row.peak_bytes <= limit]
-    return min(low, key=lambda row: figures.time_ratio(row, other) or math.inf, default=None)
+    return min(low, key=lambda row: results.time_ratio(row, other) or math.inf, default=None)
 
 
 def _targets(base: Row, theirs: Rows, ours: Rows, large: bool) -> list[Target]:
@@ -150,23 +148,23 @@ def _targets(base: Row, theirs: Rows, ours: Rows, large: bool) -> list[Target]:
     for row in theirs:
         best = _fastest(ours, row, LIMIT)
         what = f"{row.name}: time of an mst point with at most {LIMIT} times its peak"
-        targets.append(Target(what, figures.time_ratio(best, row), LIMIT))
+        targets.append(Target(what, results.time_ratio(best, row), LIMIT))
     if large:
         best = _fastest(ours, base, LARGE_PEAK_LIMIT)
         what = f"time / Inductor of an mst point with at most {LARGE_PEAK_LIMIT} times its peak"
-        targets.append(Target(what, figures.time_ratio(best, base), LARGE_TIME_LIMIT))
+        targets.append(Target(what, results.time_ratio(best, base), LARGE_TIME_LIMIT))
     return targets
 
 
 def _record(row: Row, base: Row) -> dict[str, Any]:
-    median, least, greatest = figures.ratios(row, base) or (None, None, None)
+    median, least, greatest = results.ratios(row, base) or (None, None, None)
     return {
         **vars(row),
         "median_s": row.median_s,
         "time_ratio": median,
         "least_time_ratio": least,
         "greatest_time_ratio": greatest,
-        "peak_ratio": figures.peak_ratio(row, base),
+        "peak_ratio": results.peak_ratio(row, base),
     }
 
 
@@ -174,7 +172,7 @@ def _series(base: Row, theirs: Rows, ours: Rows) -> dict[str, list[tuple[float, 
     """The points of the picture."""
 
     def points(rows: Iterable[Row]) -> list[tuple[float, float, str]]:
-        found = ((figures.time_ratio(row, base), row.peak_bytes, row.name) for row in rows)
+        found = ((results.time_ratio(row, base), row.peak_bytes, row.name) for row in rows)
         return [
             (time, peak / MIB, name.partition("budget=")[2])
             for time, peak, name in found
@@ -190,4 +188,4 @@ def _series(base: Row, theirs: Rows, ours: Rows) -> dict[str, list[tuple[float, 
     }
 
 
-main = Benchmark("pareto", (run,), _DESCRIPTION, EXAMPLES, options=("large", "csv", "plots"))
+main = Benchmark("pareto", (run,), __doc__, options=("large", "csv", "plots"))

@@ -1,13 +1,21 @@
-"""`mstpass bench peers`: a Llama-like step in eager, hand-tiled, under Inductor and under mst."""
+"""Measure peak memory and time of a Llama-like step, forward and backward:
+eager, checkpointing, hand-tiled code, Inductor with its own options, and
+mst.
+
+examples:
+  mstpass bench peers
+  mstpass bench peers --large --repeats 3
+  mstpass bench peers --markdown docs/results/peers.md
+"""
 
 from __future__ import annotations
 
 import torch
 
-from mstpass.bench import comparison, figures
+from mstpass.bench import comparison, results
 from mstpass.bench.comparison import INDUCTOR, MST, Contender, auto_chunker, eager, inductor, mst
 from mstpass.bench.harness import Arguments, Benchmark
-from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
+from mstpass.bench.models import Llama, LlamaSize, LossFn, Work, llama
 from mstpass.bench.results import Result
 from mstpass.torch_internals.settings import torch_budget
 
@@ -19,33 +27,21 @@ LARGE_LIMITS = {BUDGET_0: (0.17, 1.20)}
 TILES = 8
 QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
 LARGE = LlamaSize(width=512, layers=8, heads=8, mlp_width=1408, length=4096)
-_DESCRIPTION = """\
-Measure peak memory and time of a Llama-like step, forward and backward:
-eager, checkpointing, hand-tiled code, Inductor with its own options, and
-mst."""
-EXAMPLES = """  mstpass bench peers
-  mstpass bench peers --large --repeats 3
-  mstpass bench peers --markdown docs/results/peers.md
-"""
 
 
 def run(arguments: Arguments) -> Result:
     size = QUICK if arguments.quick else LARGE if arguments.large else LlamaSize()
     model, ids_BS, target_BS = llama(size, arguments.device)
-    rows = comparison.measured(
-        "peers",
-        _contenders(model, ids_BS, target_BS),
-        lambda: model(ids_BS, target_BS),
-        lambda fn: Step(fn, list(model.parameters())),
-        arguments,
-    )
+    work = Work.of(model, lambda: model(ids_BS, target_BS))
+    contenders = _contenders(model, ids_BS, target_BS)
+    rows = comparison.measured("peers", contenders, work, arguments)
     base = rows[INDUCTOR]
     result = Result("peers", f"A Llama-like step, forward and backward: {size}")
-    result.tables.append(figures.steps_table("step", rows.values(), base))
+    result.tables.append(results.steps_table("step", rows.values(), base))
     for name, limits in (LARGE_LIMITS if arguments.large else LIMITS).items():
         what = f"{name}: {{}} / Inductor"
-        result.targets += figures.peak_and_time_targets(what, rows[name], base, *limits)
-    figures.judge_estimates(result, "mst's times", rows.values(), base)
+        result.targets += results.peak_and_time_targets(what, rows[name], base, *limits)
+    results.judge_estimates(result, "mst's times", rows.values(), base)
     ours = (row for row in rows.values() if row.name.startswith(MST))
     result.notes += [
         f"Loss and gradients equal eager's. Hand-tiled: MLPs and loss in {TILES} tiles each, as "
@@ -54,7 +50,7 @@ def run(arguments: Arguments) -> Result:
         "MLPs alone.",
         *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in ours),
     ]
-    result.records["rows"] = figures.records(rows)
+    result.records["rows"] = results.records(rows)
     return result
 
 
@@ -78,4 +74,4 @@ def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[C
     ]
 
 
-main = Benchmark("peers", (run,), _DESCRIPTION, EXAMPLES, options=("large",))
+main = Benchmark("peers", (run,), __doc__, options=("large",))

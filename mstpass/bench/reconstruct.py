@@ -1,9 +1,14 @@
-"""`mstpass bench reconstruct`: saved bytes without reconstruction, with exact and with all rules.
+"""Measure transformers with post-norm blocks under reconstruct=off, exact and
+tolerant: saved bytes, peak, gradient error and time.
 
 The models are Hugging Face transformers with post-norm blocks, at small budgets: there the sums of
 the residual stream are saved between blocks, and results of loops besides. The error of a step is
 the root mean square of its gradients' relative errors against float64. With dropout it is taken
 against the same step with ``reconstruct="off"``, because a float64 step draws other masks.
+
+examples:
+  mstpass bench reconstruct
+  mstpass bench reconstruct --repeats 9 --markdown docs/results/reconstruct.md
 """
 
 from __future__ import annotations
@@ -18,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import mstpass
+from mstpass.bench import results
 from mstpass.bench.comparison import mst
-from mstpass.bench.figures import Row, ratios, time_ratio
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, olmo2, workload
-from mstpass.bench.models import Step
-from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, ratio_cell
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.huggingface import Case, Scale, loss_of, sized, workload
+from mstpass.bench.models import Step, Work
+from mstpass.bench.results import Result, Row, Table, Target
 from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache
@@ -31,20 +36,14 @@ from mstpass.torch_internals.caches import fresh_cache
 MODES = ("off", "exact", "tolerant")
 BUDGETS = (0.1, 0.0)  # at which of them reconstruction helps depends on the model
 BYTES_LIMIT, TIME_LIMIT, ERROR_LIMIT = 0.999, 1.02, 1.1  # relative to "off"
-_DESCRIPTION = """\
-Measure transformers with post-norm blocks under reconstruct=off, exact and
-tolerant: saved bytes, peak, gradient error and time."""
-EXAMPLES = """  mstpass bench reconstruct
-  mstpass bench reconstruct --repeats 9 --markdown docs/results/reconstruct.md
-"""
 
 
-QUICK = Size(32, 2, 96, 512, 2, 64)
+QUICK = sized(32, 2, 96, 512, 2, 64)
 
 
 def run(arguments: Arguments) -> Result:
     require(("transformers",), "hf", "mstpass bench reconstruct")
-    size = QUICK if arguments.quick else Size()
+    size = QUICK if arguments.quick else sized()
     tokens = size.batch * size.length
     result = Result(
         "reconstruct",
@@ -52,7 +51,7 @@ def run(arguments: Arguments) -> Result:
         f"l={size.mlp_width}, V={size.vocabulary}, N={tokens} (B={size.batch})",
     )
     lines: list[tuple[str, ...]] = []
-    with Progress("reconstruct", len(CASES) * (len(BUDGETS) * len(MODES) + 1)) as advance:
+    with advancing("reconstruct", len(CASES) * (len(BUDGETS) * len(MODES) + 1)) as advance:
         for case in CASES:
             lines += _lines(case, size, arguments, result, advance)
     columns = ("model", "budget", "reconstruct", "saved MiB", "peak MiB", "gradient error")
@@ -81,7 +80,7 @@ class _Measured:
 
 def _lines(
     case: Case,
-    size: Size,
+    size: Scale,
     arguments: Arguments,
     result: Result,
     advance: Callable[[str], None],
@@ -107,8 +106,8 @@ def _lines(
         won.append(_won(case, {mode: one.saved_bytes for mode, one in found.items()}))
         firsts = [(str(case) if budget == BUDGETS[0] else "", str(budget)), *[("", "")] * 2]
         for names, (mode, one) in zip(firsts, found.items(), strict=True):
-            figures = mib_cell(one.saved_bytes), mib_cell(one.row.peak_bytes)
-            time = ratio_cell(ratios(one.row, found["off"].row))
+            figures = results.mib_cell(one.saved_bytes), results.mib_cell(one.row.peak_bytes)
+            time = results.ratio_cell(results.ratios(one.row, found["off"].row))
             time = f"as {one.same_as}" if one.same_as else time
             lines.append((*names, mode, *figures, f"{one.gradient_error:.1e}{own}", time))
     what = "each mode / the one before" if case.wins_exactly else "tolerant / exact"
@@ -160,8 +159,8 @@ def _plan(report: mstpass.Report) -> object:
 
 def _won(case: Case, saved: dict[str, int]) -> float:
     """Saved bytes of a mode relative to the mode before; the larger of the ratios that count."""
-    exact = quotient(saved["exact"], saved["off"]) or 1.0
-    tolerant = quotient(saved["tolerant"], saved["exact"]) or 1.0
+    exact = results.quotient(saved["exact"], saved["off"]) or 1.0
+    tolerant = results.quotient(saved["tolerant"], saved["exact"]) or 1.0
     return max(exact, tolerant) if case.wins_exactly else tolerant
 
 
@@ -169,10 +168,10 @@ def _targets(name: str, case: Case, found: dict[str, _Measured]) -> list[Target]
     targets = []
     for mode in MODES[1:]:
         if not found[mode].same_as:
-            ratio = time_ratio(found[mode].row, found["off"].row)
+            ratio = results.time_ratio(found[mode].row, found["off"].row)
             targets.append(Target(f"{name}: time, {mode} / off", ratio, TIME_LIMIT))
         if not case.dropout:
-            worse = quotient(found[mode].gradient_error, found["off"].gradient_error)
+            worse = results.quotient(found[mode].gradient_error, found["off"].gradient_error)
             targets.append(Target(f"{name}: error, {mode} / off", worse, ERROR_LIMIT))
     return targets
 
@@ -208,22 +207,23 @@ def _step(
     case: Case, model: nn.Module, ids: Tensor, compiled: Callable[[Any], Any] = lambda fn: fn
 ) -> Step:
     fn = compiled(loss_of(case, model))
-    return Step(lambda: fn(ids), [p for p in model.parameters() if p.requires_grad])
+    work = Work.of(model, lambda: fn(ids))
+    return work.step(work.fn)
 
 
 def _wide_step(model: nn.Module, ids: Tensor) -> Step:
     wide = copy.deepcopy(model).double()
-    leaves = [p for p in wide.parameters() if p.requires_grad]
-    return Step(lambda: wide(input_ids=ids, labels=ids).loss, leaves)
+    work = Work.of(wide, lambda: wide(input_ids=ids, labels=ids).loss)
+    return work.step(work.fn)
 
 
 CASES = (
-    Case("OLMo-2", olmo2, autocast=False),
-    Case("OLMo-2", olmo2, autocast=True),
-    Case("Gemma-3", gemma3, autocast=True),
-    Case("BERT", bert, autocast=False),
-    Case("BERT", bert, autocast=True, dropout=0.1),
+    Case("OLMo-2", "olmo2", autocast=False),
+    Case("OLMo-2", "olmo2", autocast=True),
+    Case("Gemma-3", "gemma3", autocast=True),
+    Case("BERT", "bert", autocast=False),
+    Case("BERT", "bert", autocast=True, dropout=0.1),
 )
 
 
-main = Benchmark("reconstruct", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("reconstruct", (run,), __doc__)

@@ -1,8 +1,12 @@
-"""`mstpass bench record`: writes the partition problems of real models, at their real sizes.
+"""Trace training steps of real models, and write their partition problems.
 
 A model's parameters are made on the meta device, and then get storage that nothing ever writes to.
 A model of any size can therefore be traced. Its step is never run: AOTAutograd makes the joint
 graph, and mst makes the partition problem from it.
+
+examples:
+  mstpass bench record                        every model, into the package's folder
+  mstpass bench record llama-8 --out /tmp     one model, into another folder
 """
 
 from __future__ import annotations
@@ -29,11 +33,6 @@ from mstpass.options import Options
 from mstpass.problem.problem import CutProblem
 from mstpass.tracing.joint_graphs import trace_joint
 
-EXAMPLES = """examples:
-  mstpass bench record                        every model, into the package's folder
-  mstpass bench record llama-8 --out /tmp     one model, into another folder
-"""
-
 Sizes = dict[str, Any]
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
 
@@ -47,11 +46,7 @@ class Recorded:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    parser = command_parser(
-        "mstpass bench record",
-        "Trace training steps of real models, and write their partition problems.",
-        EXAMPLES,
-    )
+    parser = command_parser("mstpass bench record", __doc__)
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help=f"by default all: {', '.join(MODELS)}"
     )

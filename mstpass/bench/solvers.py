@@ -1,10 +1,16 @@
-"""`mstpass bench solvers`: every partition solver on the recorded problems of real models.
+"""Run every partition solver on recorded problems of real models: saved bytes,
+simulated peak, extra time, solve time, and the gap to the proven optimum.
 
 Budgets lie between the simulated peak of the free plan (share 1) and the lowest peak that
 `peak_search` reaches (share 0). Times are those of the whole step, by the cost model. *Extra* time
 is the time beyond the step under `save_all`; it can be negative, because loops save memory traffic.
 `milp` gives a lower bound of the time of every plan within a budget, and tells whether it has
 proven its plan optimal.
+
+examples:
+  mstpass bench solvers --csv solvers.csv --plots plots
+  mstpass bench solvers --problem llama-8 --problem gpt2-12
+  mstpass bench solvers --quick
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mstpass.bench import problems, results
-from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, seconds_cell, times_cell
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -29,13 +35,6 @@ TIME_LIMIT = 1.02  # relative to the proven optimum
 MILP, BASE = "milp", "save_all"
 _PROOF_S, _QUICK_PROOF_S = 10.0, 1.0
 _QUICK_PROBLEMS, _QUICK_SHARES = 2, (1.0, 0.5)
-_DESCRIPTION = """\
-Run every partition solver on recorded problems of real models: saved bytes,
-simulated peak, extra time, solve time, and the gap to the proven optimum."""
-EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
-  mstpass bench solvers --problem llama-8 --problem gpt2-12
-  mstpass bench solvers --quick
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ def run(arguments: Arguments) -> Result:
     if arguments.quick:
         names, shares, proof_s = names[:_QUICK_PROBLEMS], _QUICK_SHARES, _QUICK_PROOF_S
     rows: list[Row] = []
-    with Progress("solvers", len(names) * len(shares) * len(SOLVERS)) as advance:
+    with advancing("solvers", len(names) * len(shares) * len(SOLVERS)) as advance:
         for name in names:
             rows += rows_of(name, problems.load(name), shares, proof_s, advance)
     if arguments.plots is not None:
@@ -246,4 +245,4 @@ def _base_us(rows: list[Row]) -> float:
     return rows[0].us - rows[0].extra_us
 
 
-main = Benchmark("solvers", (run,), _DESCRIPTION, EXAMPLES, options=("problem", "csv", "plots"))
+main = Benchmark("solvers", (run,), __doc__, options=("problem", "csv", "plots"))

@@ -1,7 +1,14 @@
-"""`mstpass bench trainers`: steps of transformers' Trainer and of TRL's GRPO, with real trainers.
+"""Measure training steps of transformers' Trainer and of TRL's GRPO trainer:
+peak, time and loss, in eager, under Inductor and under mst.
 
 Each contender is a trainer that trains a model of the same weights with the same batches. The peak
 is that of one training step after the first, without the generation of GRPO's completions.
+
+The models, the tokenizer and the texts are made without network.
+
+examples:
+  mstpass bench trainers
+  mstpass bench trainers --quick
 """
 
 from __future__ import annotations
@@ -21,23 +28,83 @@ import torch
 import mstpass
 from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST, error_text
-from mstpass.bench.figures import plan_text
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.results import Result, Table, Target
-from mstpass.bench.trainer_models import Tokens, llama, text, tokenizer
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.results import Result, Table, Target, plan_text
 from mstpass.errors import MissingPackageError, require
 from mstpass.measure import Timing, peak_bytes
 from mstpass.torch_internals.caches import fresh_cache
 
+FIRST_WORD = 3  # 0 is padding, 1 begins a text, 2 ends it
+
+
+def tokenizer(vocabulary: int) -> Any:
+    """One token for each of the words w3, w4, ..., which stand between spaces."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(FIRST_WORD, vocabulary))]
+    of_words = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    of_words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=of_words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def config(vocabulary: int, width: int = 32, layers: int = 1, **rest: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        **rest,
+    )
+
+
+def llama(vocabulary: int, width: int = 32, layers: int = 1) -> Any:
+    """A Llama of random weights, the same ones each time."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config(vocabulary, width, layers))
+
+
+def text(words: int, vocabulary: int, seed: int) -> str:
+    return " ".join(f"w{i}" for i in ids(words, vocabulary, seed).tolist())
+
+
+def ids(tokens: int, vocabulary: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_WORD, vocabulary, (tokens,), generator=generator)
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random sequences, as a trainer reads them."""
+
+    def __init__(self, sequences: int, length: int, vocabulary: int):
+        self.sequences, self.length, self.vocabulary = sequences, length, vocabulary
+
+    def __len__(self) -> int:
+        return self.sequences
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = ids(self.length, self.vocabulary, index)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+# ---- trainers ------------------------------------------------------------------------------------
 TRAINER_LIMIT, GRPO_LIMIT, OWN_HEAD_LIMIT = 0.45, 0.40, 0.80
 TOLERANCE = 1e-3  # of losses and of gradients' norms, relative to Inductor's
 MEASURED_STEP = 2
-_DESCRIPTION = """\
-Measure training steps of transformers' Trainer and of TRL's GRPO trainer:
-peak, time and loss, in eager, under Inductor and under mst."""
-EXAMPLES = """  mstpass bench trainers
-  mstpass bench trainers --quick
-"""
 
 
 @dataclass(frozen=True)
@@ -61,16 +128,11 @@ GRPO, GRPO_QUICK = Size(32_000, 128, 2, 8, 128, 4), Size(2048, 32, 1, 4, 64, 3)
 
 
 @dataclass
-class Row:
+class Row(results.Row):
     """One contender. Losses, norms of the gradient and seconds are by step; the first compiles."""
 
-    name: str
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    plan: str = ""
-    error: str = ""
 
     @property
     def median_s(self) -> float | None:
@@ -107,7 +169,7 @@ def train(row: Row, trainer: Any) -> None:
 def _measured(title: str, names: Mapping[str, Callable[[str], Any]]) -> list[Row]:
     """A row for each contender: its name, and what makes its trainer in a folder."""
     rows = []
-    with Progress(title, len(names)) as advance:
+    with advancing(title, len(names)) as advance:
         for name, build in names.items():
             row = Row(name)
             rows.append(row)
@@ -259,4 +321,4 @@ def _difference(ours: list[float], base: list[float]) -> float:
     return max((abs(a - b) / max(scale, 1e-6) for a, b in pairs), default=math.nan)
 
 
-main = Benchmark("trainers", (run_trainer, run_grpo), _DESCRIPTION, EXAMPLES)
+main = Benchmark("trainers", (run_trainer, run_grpo), __doc__)

@@ -1,4 +1,7 @@
-"""`mstpass bench training`: models trained from real text, with eager and with mst at budgets.
+"""Train a small Llama and a post-norm model from real text, with eager from
+several seeds and with mst at several budgets, and compare the curves. Each
+run of mst is repeated, stopped half-way and resumed: it must give the same
+bits.
 
 For each model and precision, each in 300 steps of AdamW over the same batches:
 
@@ -9,6 +12,11 @@ For each model and precision, each in 300 steps of AdamW over the same batches:
 - the same again, in two new processes: the first one stops half-way and leaves a checkpoint, the
   second goes on from it. In torch's deterministic mode both must have the same losses and weights
   as the run without a stop, bit for bit.
+
+examples:
+  mstpass bench training --plots docs/img --markdown docs/results/training.md
+  mstpass bench training --model OLMo-2 --json training.json
+  mstpass bench training --quick
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +33,9 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass import stdlib_text
-from mstpass.bench import figures, processes
-from mstpass.bench.harness import Arguments, Benchmark, Progress
-from mstpass.bench.huggingface_models import Case, Size, llama, loss_of, olmo2
+from mstpass.bench import processes, results
+from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.huggingface import Case, Scale, loss_of, sized
 from mstpass.bench.results import Result, Table, Target, mib_cell
 from mstpass.errors import require
 from mstpass.measure import peak_bytes
@@ -39,24 +47,15 @@ BUDGETS: tuple[Budget, ...] = ("free", 0.5, 0.0)
 _WINDOW = 20  # steps
 _TEXT_CHARS = 4 * 2**20
 LLAMA, OLMO2 = "Llama", "OLMo-2"
-MODELS: dict[str, Callable[[Size, float], nn.Module]] = {LLAMA: llama, OLMO2: olmo2}
+MODELS = {LLAMA: "llama", OLMO2: "olmo2"}  # by their names among the architectures
 _LEARNING_RATE, _WARMUP_STEPS = 1e-3, 10
-_DESCRIPTION = """\
-Train a small Llama and a post-norm model from real text, with eager from
-several seeds and with mst at several budgets, and compare the curves. Each
-run of mst is repeated, stopped half-way and resumed: it must give the same
-bits."""
-EXAMPLES = """  mstpass bench training --plots docs/img --markdown docs/results/training.md
-  mstpass bench training --model OLMo-2 --json training.json
-  mstpass bench training --quick
-"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What is trained, and how long."""
 
-    size: Size
+    size: Scale
     steps: int
     window: int
     seeds: Sequence[int]
@@ -64,8 +63,8 @@ class Setup:
     text_chars: int
 
 
-FULL = Setup(Size(64, 2, 192, 4096, 8, 256), 300, _WINDOW, SEEDS, BUDGETS, _TEXT_CHARS)
-QUICK = Setup(Size(32, 1, 96, 1024, 4, 128), 6, 2, SEEDS[:2], BUDGETS[-1:], 2**17)
+FULL = Setup(sized(64, 2, 192, 4096, 8, 256), 300, _WINDOW, SEEDS, BUDGETS, _TEXT_CHARS)
+QUICK = Setup(sized(32, 1, 96, 1024, 4, 128), 6, 2, SEEDS[:2], BUDGETS[-1:], 2**17)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Job:
     autocast: bool
     budget: str | float | None
     seed: int
-    size: Size
+    size: Scale
     steps: int
     first: int
     last: int
@@ -156,7 +155,7 @@ def run(arguments: Arguments) -> Result:
     tokenizer = stdlib_text.train_tokenizer(pieces, setup.size.vocabulary)
     stream_T = stdlib_text.encode(tokenizer, pieces)
     curves = []
-    with Progress("training", 3 * 2 * len(names)) as advance:
+    with advancing("training", 3 * 2 * len(names)) as advance:
         for name in names:
             for autocast in (False, True):
                 with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
@@ -206,7 +205,7 @@ def in_process(
 
 def run_plain_jobs(jobs: list[dict[str, Any]], stream: str, device: str) -> list[dict[str, Any]]:
     """Run jobs that are given as plain data; this runs in the new process."""
-    whole = [Job(**{**job, "size": Size(**job["size"])}) for job in jobs]
+    whole = [Job(**{**job, "size": Scale(**job["size"])}) for job in jobs]
     found = run_jobs(whole, torch.load(stream, weights_only=True), torch.device(device))
     return [dataclasses.asdict(run) for run in found]
 
@@ -226,9 +225,8 @@ def run_jobs(jobs: list[Job], stream_T: Tensor, device: torch.device) -> list[Ru
 
 def train(job: Job, stream_T: Tensor, device: torch.device) -> Run:
     """Take the job's steps, and measure one more."""
-    torch.manual_seed(job.seed)
     case = Case(job.model, MODELS[job.model], job.autocast)
-    model = case.build(job.size, 0.0).to(device).train()
+    model = case.build(job.size, job.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS)
@@ -253,7 +251,7 @@ def train(job: Job, stream_T: Tensor, device: torch.device) -> Run:
         optimizer.zero_grad()
     if job.last < job.steps:
         torch.save({name: part.state_dict() for name, part in parts.items()}, job.checkpoint)
-    plan = figures.plan_text(mstpass.reports()[made:])
+    plan = results.plan_text(mstpass.reports()[made:])
     with recompilation_fails():
         peak = peak_bytes(lambda: loss_fn(batches[-1].to(device)).backward(), device)
     return Run(losses, _hash(model), peak, plan)
@@ -348,4 +346,4 @@ def _record(one: Curves) -> dict[str, object]:
     }
 
 
-main = Benchmark("training", (run,), _DESCRIPTION, EXAMPLES, options=("model", "plots"))
+main = Benchmark("training", (run,), __doc__, options=("model", "plots"))

@@ -1,4 +1,33 @@
-"""``mstpass explain FILE.py:FUNCTION``: print and write the plan of a user's step."""
+"""Show what torch.compile(FUNCTION, backend="mst") would do, without running the
+step: which parts run in chunks, which parts do not, why, and what to change;
+what forward saves for backward; and the peak memory, and that of Inductor alone.
+
+FUNCTION returns the loss, like the function that you give to torch.compile.
+FILE.py is imported, not run as a script, and FUNCTION is traced on fake
+tensors. The function inputs() of the same file makes the arguments: a tensor,
+a tuple of arguments, or a dict of keyword arguments. With --build, FUNCTION
+takes no arguments and returns the step instead: (function, *arguments).
+
+A step that breaks into several graphs has one report for each graph, and one
+file for each: plan.json, plan-2.json. If FUNCTION is not compiled but calls
+compiled functions, the reports are those of their graphs.
+
+With --device meta, the file makes its model and its data without memory. So
+you can explain a step of any size on any machine. With --device cuda, the step
+is planned for a GPU, here or elsewhere: for that of this machine, or for the
+kind that --gpu names. No GPU is needed, and no memory.
+
+examples:
+  mstpass explain train.py:loss_fn                     print the plan
+  mstpass explain train.py:loss_fn --device meta       a model of any size
+  mstpass explain train.py:loss_fn --device cuda --gpu h100
+  mstpass explain train.py:loss_fn --html plan.html    a page for the browser
+  mstpass explain train.py:loss_fn --json plan.json    for programs
+  mstpass explain train.py:make_step --build           make_step() makes the step
+  mstpass explain train.py:loss_fn --option memory_budget=0.0
+
+exit codes: 0 done, 1 the step cannot be explained, 2 wrong arguments
+"""
 
 from __future__ import annotations
 
@@ -25,37 +54,6 @@ from mstpass.tracing.devices import DeviceError, made_for, traced_for
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
-_DESCRIPTION = """\
-Show what torch.compile(FUNCTION, backend="mst") would do, without running the
-step: which parts run in chunks, which parts do not, why, and what to change;
-what forward saves for backward; and the peak memory, and that of Inductor alone.
-
-FUNCTION returns the loss, like the function that you give to torch.compile.
-FILE.py is imported, not run as a script, and FUNCTION is traced on fake
-tensors. The function inputs() of the same file makes the arguments: a tensor,
-a tuple of arguments, or a dict of keyword arguments. With --build, FUNCTION
-takes no arguments and returns the step instead: (function, *arguments).
-
-A step that breaks into several graphs has one report for each graph, and one
-file for each: plan.json, plan-2.json. If FUNCTION is not compiled but calls
-compiled functions, the reports are those of their graphs.
-
-With --device meta, the file makes its model and its data without memory. So
-you can explain a step of any size on any machine. With --device cuda, the step
-is planned for a GPU, here or elsewhere: for that of this machine, or for the
-kind that --gpu names. No GPU is needed, and no memory."""
-
-_EXAMPLES = """\
-examples:
-  mstpass explain train.py:loss_fn                     print the plan
-  mstpass explain train.py:loss_fn --device meta       a model of any size
-  mstpass explain train.py:loss_fn --device cuda --gpu h100
-  mstpass explain train.py:loss_fn --html plan.html    a page for the browser
-  mstpass explain train.py:loss_fn --json plan.json    for programs
-  mstpass explain train.py:make_step --build           make_step() makes the step
-  mstpass explain train.py:loss_fn --option memory_budget=0.0
-
-exit codes: 0 done, 1 the step cannot be explained, 2 wrong arguments"""
 
 _FILES = {  # option -> what it writes
     "json": "the report as JSON, for programs",
@@ -93,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("mstpass explain", _DESCRIPTION, _EXAMPLES)
+    parser = command_parser("mstpass explain", __doc__)
     parser.add_argument("step", metavar="FILE.py:FUNCTION", help="the function returns the loss")
     parser.add_argument(
         "--inputs",

@@ -1,4 +1,25 @@
-"""``mstpass fuzz``: random programs, compiled with random options, and what does not hold."""
+"""Compile random models with random options, run each one, and compare: loss and
+gradients with float64, the plan with what it promises. A case is named by a
+seed and a number, and is the same on every machine.
+
+Without --inductor the rewritten graphs run op by op, and no C++ compiler is
+needed: a case takes one to two seconds of one core. With --inductor it takes
+ten to twenty: it is compiled by Inductor, and its peak memory is measured.
+
+Results are kept in --folder as they come. The same command goes on where an
+interrupted one ended. A case that fails is shrunk to a few lines of Python,
+which are printed as a test, and kept in the folder as well.
+
+examples:
+  mstpass fuzz                             200 cases, op by op
+  mstpass fuzz --cases 20000 --jobs 4      a campaign; may be interrupted
+  mstpass fuzz --cases 100 --inductor      under Inductor
+  mstpass fuzz --seed 3 --only 1234        one case again, with its source
+  mstpass fuzz --minutes 10 --cases 100000 as many as fit into ten minutes
+
+exit codes: 0 all cases held, 1 a case failed, 2 wrong arguments,
+130 interrupted (with a summary of what has run)
+"""
 
 from __future__ import annotations
 
@@ -15,30 +36,6 @@ from mstpass.fuzz.campaign import Campaign, Result
 from mstpass.progress import progress_bar
 
 HELD, FAILED = 0, 1
-
-_DESCRIPTION = """\
-Compile random models with random options, run each one, and compare: loss and
-gradients with float64, the plan with what it promises. A case is named by a
-seed and a number, and is the same on every machine.
-
-Without --inductor the rewritten graphs run op by op, and no C++ compiler is
-needed: a case takes one to two seconds of one core. With --inductor it takes
-ten to twenty: it is compiled by Inductor, and its peak memory is measured.
-
-Results are kept in --folder as they come. The same command goes on where an
-interrupted one ended. A case that fails is shrunk to a few lines of Python,
-which are printed as a test, and kept in the folder as well."""
-
-_EXAMPLES = """\
-examples:
-  mstpass fuzz                             200 cases, op by op
-  mstpass fuzz --cases 20000 --jobs 4      a campaign; may be interrupted
-  mstpass fuzz --cases 100 --inductor      under Inductor
-  mstpass fuzz --seed 3 --only 1234        one case again, with its source
-  mstpass fuzz --minutes 10 --cases 100000 as many as fit into ten minutes
-
-exit codes: 0 all cases held, 1 a case failed, 2 wrong arguments,
-130 interrupted (with a summary of what has run)"""
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -62,7 +59,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("mstpass fuzz", _DESCRIPTION, _EXAMPLES)
+    parser = command_parser("mstpass fuzz", __doc__)
     add = parser.add_argument
     add("--cases", type=count, default=200, metavar="N", help="how many (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="which ones (default: %(default)s)")
@@ -90,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _one(campaign: Campaign, number: int) -> int:
     # These import torch, which takes seconds.
+    from mstpass.fuzz.case import draw
     from mstpass.fuzz.checks import check_case
-    from mstpass.fuzz.draw import draw
     from mstpass.fuzz.program import Setup
     from mstpass.fuzz.render import source
 
@@ -115,7 +112,7 @@ def _until(numbers: Sequence[int], limit_s: float | None) -> Iterator[int]:
 
 def _summary(campaign: Campaign, numbers: Sequence[int]) -> dict[str, list[int]]:
     """Print the summary; the numbers of the cases that fail in each way."""
-    from mstpass.fuzz.summary import distinct_failures, summary_lines
+    from mstpass.fuzz.reduce import distinct_failures, summary_lines
 
     results = [result for number, result in campaign.known().items() if number in numbers]
     print("\n".join(summary_lines(results)))

@@ -1,4 +1,20 @@
-"""``mstpass lint FILE.py:FUNCTION``: find what a training step computes more often than needed."""
+"""Run one training step, report which forwards ran more often than needed, and
+say what to remove. Causes are nested activation checkpoints, reentrant
+checkpoints, and recomputed results that nothing reads.
+
+FUNCTION takes no arguments. It runs forward and backward of one step, or it
+returns the loss; then the linter runs the backward. FILE.py is imported, not
+run as a script.
+
+examples:
+  mstpass lint train.py:step               one eager step
+  mstpass lint train.py:step --modules     also list how often each module ran
+  mstpass lint train.py:step --compiled    a step that calls compiled functions
+  mstpass lint train.py:step --gpu h100    as on a GPU, which need not be there
+  mstpass lint train.py:step --json out.json --min-share 0.01
+
+exit codes: 0 no findings, 1 findings, 2 the step cannot be linted
+"""
 
 from __future__ import annotations
 
@@ -11,30 +27,11 @@ from typing import Any
 from mstpass.argument_parsers import add_gpu, command_parser, share
 from mstpass.cli.load_function import error_text, load_function
 from mstpass.errors import UserError
-from mstpass.linter.entry_points import lint, lint_compiled
+from mstpass.linter import lint, lint_compiled
 from mstpass.linter.report import LintError, LintReport, module_lines
 from mstpass.tracing.devices import made_for, traced_for
 
 NO_FINDINGS, FINDINGS, BAD_INPUT = 0, 1, 2
-
-_DESCRIPTION = """\
-Run one training step, report which forwards ran more often than needed, and
-say what to remove. Causes are nested activation checkpoints, reentrant
-checkpoints, and recomputed results that nothing reads.
-
-FUNCTION takes no arguments. It runs forward and backward of one step, or it
-returns the loss; then the linter runs the backward. FILE.py is imported, not
-run as a script."""
-
-_EXAMPLES = """\
-examples:
-  mstpass lint train.py:step               one eager step
-  mstpass lint train.py:step --modules     also list how often each module ran
-  mstpass lint train.py:step --compiled    a step that calls compiled functions
-  mstpass lint train.py:step --gpu h100    as on a GPU, which need not be there
-  mstpass lint train.py:step --json out.json --min-share 0.01
-
-exit codes: 0 no findings, 1 findings, 2 the step cannot be linted"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("mstpass lint", _DESCRIPTION, _EXAMPLES)
+    parser = command_parser("mstpass lint", __doc__)
     parser.add_argument("step", metavar="FILE.py:FUNCTION", help="runs the training step")
     parser.add_argument(
         "--compiled",

@@ -1,6 +1,15 @@
-"""The ``mstpass`` command. It finds the command's module and hands the other arguments to it.
+"""A torch.compile backend that runs LM heads and MLPs in chunks of tokens.
 
-The module is imported only then, so that ``mstpass --help`` is quick.
+examples:
+  mstpass explain train.py:loss_fn    what runs in chunks, what not, and why
+  mstpass lint train.py:step          what a step computes too often
+  mstpass plan --model llama3-8b --device-memory 80GiB
+                                      the longest sequence that fits
+  mstpass demo                        train a small Llama in three ways; this
+                                      takes some minutes on two cores
+  mstpass demo --quick                a smaller model and fewer steps
+  mstpass bench peers                 peak and time of mst and others
+  mstpass bench loops --help          the options of a benchmark
 """
 
 from __future__ import annotations
@@ -47,21 +56,12 @@ COMMANDS = {  # name -> module, help
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
-EXAMPLES = """\
-examples:
-  mstpass explain train.py:loss_fn    what runs in chunks, what not, and why
-  mstpass lint train.py:step          what a step computes too often
-  mstpass plan --model llama3-8b --device-memory 80GiB
-                                      the longest sequence that fits
-  mstpass demo                        train a small Llama in three ways; this
-                                      takes some minutes on two cores
-  mstpass demo --quick                a smaller model and fewer steps
-  mstpass bench peers                 peak and time of mst and others
-  mstpass bench loops --help          the options of a benchmark"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    """Run one command, whose module is imported only now, so that ``--help`` is quick.
+
+    Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted.
+    """
     arguments, rest = _parser().parse_known_args(argv)
     is_bench = arguments.command == "bench"
     module = f"mstpass.bench.{arguments.bench}" if is_bench else COMMANDS[arguments.command][0]
@@ -76,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = "A torch.compile backend that runs LM heads and MLPs in chunks of tokens."
-    parser = command_parser("mstpass", description, EXAMPLES)
+    parser = command_parser("mstpass", __doc__)
     parser.add_argument("--version", action="version", version=f"mstpass {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():

@@ -15,8 +15,7 @@ from mstpass.cli.plan_arguments import (
     request_of,
 )
 from mstpass.errors import require
-from mstpass.planner.progress import Report, pieces
-from mstpass.planner.result import TrainingPlan
+from mstpass.planner.request import Report, TrainingPlan, pieces
 from mstpass.progress import progress_bar
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
@@ -32,12 +31,12 @@ def main(argv: Sequence[str] = ()) -> int:
         require(("matplotlib",), "viz", "mstpass plan --plot")
         check_picture(parser, given.plot)
     # These import transformers and rich, which are optional.
-    from mstpass.planner.adapters import TargetError
+    from mstpass.planner.attention import TargetError
     from mstpass.planner.background import usable_cores
-    from mstpass.planner.model_step import SequenceError
     from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
     from mstpass.planner.terminal_table import show
+    from mstpass.planner.traced_step import SequenceError
 
     try:
         request = request_of(given)

@@ -1,54 +1,9 @@
-"""The arguments of ``mstpass plan``: the parser, what contradicts itself, and the request."""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
-from pathlib import Path
-from typing import Any
-
-from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
-from mstpass.gpus import gpu
-from mstpass.planner.request import (
-    ALLOCATORS,
-    BATCH,
-    EXPANDABLE,
-    GROUPS,
-    LENGTH,
-    LOGITS,
-    MLP_TILES,
-    OUTPUTS,
-    OVERHEAD,
-    SEARCHED,
-    SHORTEST,
-    Request,
-)
-from mstpass.planner.training import (
-    ALL,
-    AS_MODEL,
-    ATTENTIONS,
-    DTYPES,
-    FLASH,
-    MODEL,
-    OPTIMIZER_STEPS,
-    OPTIMIZERS,
-    SHARDINGS,
-    WEIGHTS,
-    Training,
-)
-
-_PICTURES = ".png, .svg, .pdf"
-_HOST_MEMORY = "128GiB"
-_BEST = 0  # number of ranks that share a sequence: the best one
-
-_DESCRIPTION = """\
-Find the longest sequence that a training step can have on a device, or with
+"""Find the longest sequence that a training step can have on a device, or with
 --sequence the cheapest plan that fits. The step is traced on fake tensors, so
 neither a GPU nor weights are needed. The table also shows what eager mode,
 checkpointing, Inductor and the MST recipe need. With --gpus it is about one
-of them, which may share weights, gradients, states and each sequence."""
+of them, which may share weights, gradients, states and each sequence.
 
-_EXAMPLES = """\
 examples:
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
   mstpass plan --model llama3-8b --gpu h200 --sequence 65536
@@ -63,11 +18,27 @@ examples:
   mstpass plan --model path/to/config.json --device-memory 24GiB --json
 
 exit codes: 0 it fits, 1 it does not fit or its step cannot be traced,
-2 wrong arguments"""
+2 wrong arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
+from mstpass.gpus import gpu
+from mstpass.planner import request, training
+
+_PICTURES = ".png, .svg, .pdf"
+_HOST_MEMORY = "128GiB"
+_BEST = 0  # number of ranks that share a sequence: the best one
 
 
 def parser_of_plan() -> argparse.ArgumentParser:
-    parser = command_parser("mstpass plan", _DESCRIPTION, _EXAMPLES)
+    parser = command_parser("mstpass plan", __doc__)
     _add_step(parser.add_argument_group("model, device and step"))
     _add_training(parser.add_argument_group("training"))
     _add_adapters(parser.add_argument_group("adapters"))
@@ -98,7 +69,7 @@ def _add_step(group: Any) -> None:
         "--overhead",
         dest="overhead_bytes",
         type=byte_size,
-        default=OVERHEAD,
+        default=request.OVERHEAD,
         metavar="SIZE",
         help="device memory that tensors cannot use, such as CUDA's context (default: %(default)s)",
     )
@@ -108,14 +79,14 @@ def _add_step(group: Any) -> None:
         type=_searched,
         default=frozenset(),
         metavar="NAMES",
-        help=f"choose these, some of {','.join(SEARCHED)}, by the most tokens per second that fit; "
-        f"with {LENGTH} among them, --sequence is the shortest length (default of it: "
-        f"{SHORTEST:,})",
+        help=f"choose these, some of {','.join(request.SEARCHED)}, by the most tokens per second "
+        f"that fit; with {request.LENGTH} among them, --sequence is the shortest length (default "
+        f"of it: {request.SHORTEST:,})",
     )
     add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
     add(
         "--attention",
-        choices=ATTENTIONS,
+        choices=training.ATTENTIONS,
         help="model: the model's own, with the masks that it needs when it is compiled; flash: "
         "FlashAttention-2, which needs none (default: model, with --document flash)",
     )
@@ -130,8 +101,8 @@ def _add_step(group: Any) -> None:
 def _searched(text: str) -> frozenset[str]:
     """Names such as ``batch,length``."""
     names = frozenset(text.split(","))
-    if not names <= {*SEARCHED}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(SEARCHED)}")
+    if not names <= {*request.SEARCHED}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(request.SEARCHED)}")
     return names
 
 
@@ -139,13 +110,20 @@ def _add_training(group: Any) -> None:
     add = group.add_argument
     add(
         "--dtype",
-        choices=DTYPES,
+        choices=training.DTYPES,
         default="bf16",
         help="of weights and activations; autocast has fp32 weights and bf16 matrix products "
         "(default: %(default)s)",
     )
-    states = "; ".join(f"{name}: {optimizer.text}" for name, optimizer in OPTIMIZERS.items())
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"{states} (default: %(default)s)")
+    states = "; ".join(
+        f"{name}: {optimizer.text}" for name, optimizer in training.OPTIMIZERS.items()
+    )
+    add(
+        "--optimizer",
+        choices=training.OPTIMIZERS,
+        default="adamw",
+        help=f"{states} (default: %(default)s)",
+    )
     add("--master-weights", action="store_true", help="keep an fp32 copy of bf16 weights")
     add(
         "--optimizer-in-backward",
@@ -154,7 +132,7 @@ def _add_training(group: Any) -> None:
     )
     add(
         "--optimizer-step",
-        choices=OPTIMIZER_STEPS,
+        choices=training.OPTIMIZER_STEPS,
         default="fused",
         help="foreach, the default of torch.optim, needs temporary values for all parameters at "
         'once; compiled: torch.compile(optimizer.step, backend="mst") (default: %(default)s)',
@@ -172,14 +150,14 @@ def _add_adapters(group: Any) -> None:
     )
     add(
         "--target",
-        default=ALL,
+        default=training.ALL,
         metavar="NAMES",
         help="linear layers with adapters, such as q_proj,v_proj (default: all but the head)",
     )
     add(
         "--weights",
-        choices=WEIGHTS,
-        default=AS_MODEL,
+        choices=training.WEIGHTS,
+        default=training.AS_MODEL,
         help="of frozen linear layers; nf4: in 4 bits (bitsandbytes), needs --lora (default: "
         "%(default)s, of --dtype)",
     )
@@ -189,7 +167,7 @@ def _add_ranks(group: Any) -> None:
     add = group.add_argument
     add(
         "--sharding",
-        choices=(*SHARDINGS, "fsdp"),
+        choices=(*training.SHARDINGS, "fsdp"),
         default="none",
         help="fsdp is zero3 (default: %(default)s)",
     )
@@ -207,8 +185,8 @@ def _add_ranks(group: Any) -> None:
         type=count,
         metavar="N",
         help="of ranks that exchange heads: in so many groups, one after the other (default: of "
-        f"{', '.join(map(str, GROUPS))} the fewest with which --sequence fits, or without it those "
-        "that lead to the longest sequence)",
+        f"{', '.join(map(str, request.GROUPS))} the fewest with which --sequence fits, or without "
+        "it those that lead to the longest sequence)",
     )
     add(
         "--sequence-parallel",
@@ -227,28 +205,28 @@ def _add_comparison(group: Any) -> None:
     add = group.add_argument
     add(
         "--allocator",
-        choices=ALLOCATORS,
-        default=EXPANDABLE,
+        choices=request.ALLOCATORS,
+        default=request.EXPANDABLE,
         help="expandable: PyTorch's allocator with expandable_segments:True, which leaves no gaps; "
         "caching: its default, with simulated gaps (default: %(default)s)",
     )
     add(
         "--logits",
-        choices=LOGITS,
+        choices=request.LOGITS,
         default="model",
         help="of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "
         "in tiles, once more in the backward, as in TRL's chunked_nll (default: %(default)s)",
     )
     add(
         "--outputs",
-        choices=OUTPUTS,
+        choices=request.OUTPUTS,
         default="held",
         help="of the eager rows; held: the loop keeps the model's outputs until backward is over, "
         "as `outputs = model(...)` does (default: %(default)s)",
     )
     add(
         "--mlp-tiles",
-        choices=MLP_TILES,
+        choices=request.MLP_TILES,
         default="kept",
         help="of the MST recipe; kept: backward holds what all tiles of an MLP need; again: it "
         "computes each tile once more, as ALST does (default: %(default)s)",
@@ -272,7 +250,7 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
     """End the program with a message if arguments contradict each other."""
     if given.device_bytes is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
-    if given.document is not None and given.attention == MODEL:
+    if given.document is not None and given.attention == training.MODEL:
         parser.error("--document needs --attention flash, which skips padding")
     if given.host_memory is not None and not given.offload:
         parser.error("--host-memory is of use only with --offload")
@@ -280,7 +258,7 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--plot draws the longest sequence; leave out --sequence")
     if given.sharding != "none" and given.ranks < 2:
         parser.error(f"--sharding {given.sharding} needs --gpus of at least 2")
-    if not given.lora and (given.weights != AS_MODEL or given.target != ALL):
+    if not given.lora and (given.weights != training.AS_MODEL or given.target != training.ALL):
         parser.error("--weights nf4 and --target need --lora: without it, all weights are trained")
     if given.search:
         _check_search(parser, given)
@@ -289,7 +267,7 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--optimizer-in-backward works only with --sharding none")
     if given.master_weights and given.dtype != "bf16":
         parser.error("--master-weights needs --dtype bf16: other weights are fp32 already")
-    if given.optimizer_step == "foreach" and not OPTIMIZERS[given.optimizer].temporaries:
+    if given.optimizer_step == "foreach" and not training.OPTIMIZERS[given.optimizer].temporaries:
         parser.error(
             "--optimizer-step foreach works only with AdamW optimizers, not with "
             f"--optimizer {given.optimizer}"
@@ -298,10 +276,10 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
 
 def _check_search(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """The same for a search."""
-    if LENGTH not in given.search and given.length is None:
-        parser.error(f"--search without {LENGTH} needs --sequence: the length to plan")
-    if BATCH in given.search and given.batch != 1:
-        parser.error(f"--search {BATCH} chooses the batch: leave out --batch")
+    if request.LENGTH not in given.search and given.length is None:
+        parser.error(f"--search without {request.LENGTH} needs --sequence: the length to plan")
+    if request.BATCH in given.search and given.batch != 1:
+        parser.error(f"--search {request.BATCH} chooses the batch: leave out --batch")
     if given.sequence_ranks == _BEST:
         parser.error(
             "--search needs the number of ranks that share a sequence: --sequence-parallel RANKS"
@@ -323,7 +301,7 @@ def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace)
             f"--sequence-parallel {given.sequence_ranks} does not divide --gpus {given.ranks}: "
             "each GPU is in one group of ranks that share a sequence"
         )
-    if given.attention == FLASH or given.document is not None:
+    if given.attention == training.FLASH or given.document is not None:
         parser.error(
             "--sequence-parallel has an attention of its own, which exchanges between ranks: leave "
             "out --attention flash and --document"
@@ -343,22 +321,22 @@ def check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
         path.unlink()
 
 
-def request_of(given: argparse.Namespace) -> Request:
+def request_of(given: argparse.Namespace) -> request.Request:
     if given.sharding == "fsdp":
         given.sharding = "zero3"
     if given.attention is None:
-        given.attention = MODEL if given.document is None else FLASH
+        given.attention = training.MODEL if given.document is None else training.FLASH
     if given.device_bytes is None:
         given.device_bytes = gpu(given.gpu).memory_bytes
     split = given.sequence_ranks == _BEST
     groups = given.sequence_ranks != 1 and given.head_groups is None and not given.search
     given.sequence_ranks = max(1, given.sequence_ranks)
     given.head_groups = given.head_groups or 1
-    return Request(
-        **_values_of(Request, given),
+    return request.Request(
+        **_values_of(request.Request, given),
         split=split,
         groups=groups,
-        training=Training(**_values_of(Training, given)),
+        training=training.Training(**_values_of(training.Training, given)),
         curves=given.plot is not None,
         host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,
     )

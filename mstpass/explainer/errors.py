@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstpass.errors import UserError
-from mstpass.report.no_plan import RNN_ADVICE
+from mstpass.report.graph_ends import RNN_ADVICE
 from mstpass.torch_internals.dynamo import GraphCompileReason, TorchDynamoException, Unsupported
 from mstpass.torch_internals.fake_tensors import (
     DataDependentOutputException,

@@ -35,7 +35,7 @@ from mstpass.options import OptionError, Options
 from mstpass.passes.runner import PassRunner
 from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.collect_details import collect_details
-from mstpass.report.no_plan import rnn_left_out
+from mstpass.report.graph_ends import rnn_left_out
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import traces_backward_again

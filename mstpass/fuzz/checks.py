@@ -23,8 +23,16 @@ from mstpass.fuzz.case import Case
 from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
 from mstpass.fuzz.graphs import check_graphs
 from mstpass.fuzz.plans import Failure, broken_budgets, broken_peak, broken_promises
-from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
-from mstpass.fuzz.values import References, wrong_values
+from mstpass.fuzz.program import (
+    Compile,
+    DrawInFloat32,
+    Inputs,
+    Program,
+    References,
+    Setup,
+    Values,
+    wrong_values,
+)
 from mstpass.hook_checks import SCHEDULE_HOOK
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.report.report import Report

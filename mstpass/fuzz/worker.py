@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from mstpass.frame_stack import with_deep_stack
-from mstpass.fuzz.case import Case, to_json
+from mstpass.fuzz.case import Case, draw, to_json
 from mstpass.fuzz.checks import Checked, check_case
-from mstpass.fuzz.draw import draw
 from mstpass.fuzz.plans import Failure
-from mstpass.fuzz.reduce import as_test, reduce
+from mstpass.fuzz.reduce import as_test, reduce, signature
 
 _NEW_OBJECTS = 50_000  # that Python's garbage collector waits for; a case makes millions
 
@@ -64,13 +63,6 @@ def _reduce(case: Case, kind: str) -> dict[str, Any]:
     smallest = reduce(case, fails)
     checked: Checked = check_case(smallest, kind)
     return {"case": to_json(smallest), "test": as_test(smallest, kind, checked.failures)}
-
-
-def signature(failure: Failure) -> str:
-    """What stays of a failure while its case shrinks, and what tells it from other failures."""
-    if failure.kind != "crash":
-        return failure.kind
-    return "".join(c for c in f"{failure.kind}: {failure.text}" if not c.isdigit())
 
 
 if __name__ == "__main__":

@@ -15,25 +15,14 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from mstpass.torch_internals.dynamo import (
-    UPKEEP_FILES,
-    FrameKind,
-    called_module,
-    checkpointed_function,
-    current_backward,
-    frames_from,
-    is_checkpoint_code,
-    is_reentrant,
-    kind_of,
-    records_gradients,
-)
+from mstpass.torch_internals import dynamo
+from mstpass.walk import walk
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class OpContext:
 
 def current_context() -> OpContext:
     """The context of the op that is being dispatched."""
-    backward_id = current_backward()
+    backward_id = dynamo.current_backward()
     checkpoints: list[CheckpointRun] = []
     modules: list[tuple[nn.Module, types.FrameType]] = []
     modules_inside: int | None = None
@@ -98,17 +87,17 @@ def current_context() -> OpContext:
     callee: str | None = None
     upkeep = accumulates = False
     function_inputs: list[Any] = []
-    for frame in frames_from(sys._getframe(1)):
-        kind = kind_of(frame)
-        if kind is FrameKind.ENGINE and backward_id is not None:
+    for frame in dynamo.frames_from(sys._getframe(1)):
+        kind = dynamo.kind_of(frame)
+        if kind is dynamo.FrameKind.ENGINE and backward_id is not None:
             caller = frame.f_back
-            accumulates = caller is not None and kind_of(caller) is FrameKind.BACKWARD
+            accumulates = caller is not None and dynamo.kind_of(caller) is dynamo.FrameKind.BACKWARD
             break  # the frames below wait for this backward
-        accumulates = accumulates or kind is FrameKind.BACKWARD
-        if kind is FrameKind.MODULE:
-            modules.append((called_module(frame), frame))
-        elif kind is FrameKind.REENTRANT_FORWARD:
-            recordable = records_gradients(frame)
+        accumulates = accumulates or kind is dynamo.FrameKind.BACKWARD
+        if kind is dynamo.FrameKind.MODULE:
+            modules.append((dynamo.called_module(frame), frame))
+        elif kind is dynamo.FrameKind.REENTRANT_FORWARD:
+            recordable = dynamo.records_gradients(frame)
         if modules_inside is None and _runs_autograd_function(frame.f_code):
             function_inputs.append(_arguments(frame))
         run = _checkpoint_run(kind, frame, recordable is not False)
@@ -116,9 +105,9 @@ def current_context() -> OpContext:
             checkpoints.append(run)
             recordable = None
             if modules_inside is None:
-                modules_inside, upkeep = len(modules), callee in UPKEEP_FILES
+                modules_inside, upkeep = len(modules), callee in dynamo.UPKEEP_FILES
         # this frame is in a file of torch's, but it runs the user's function: that is no upkeep
-        if kind is not FrameKind.REENTRANT_FORWARD:
+        if kind is not dynamo.FrameKind.REENTRANT_FORWARD:
             callee = frame.f_code.co_filename
     return OpContext(
         backward_id,
@@ -132,27 +121,21 @@ def current_context() -> OpContext:
 
 
 def _checkpoint_run(
-    kind: FrameKind | None, frame: types.FrameType, recordable: bool
+    kind: dynamo.FrameKind | None, frame: types.FrameType, recordable: bool
 ) -> CheckpointRun | None:
-    if kind is FrameKind.CHECKPOINT:
-        function = checkpointed_function(frame, kind)
-        return CheckpointRun(frame, function, is_reentrant(frame), recordable)
-    if kind in (FrameKind.RECOMPUTATION, FrameKind.REENTRANT_RECOMPUTATION):
-        return CheckpointRun(frame, checkpointed_function(frame, kind))
+    if kind is dynamo.FrameKind.CHECKPOINT:
+        function = dynamo.checkpointed_function(frame, kind)
+        return CheckpointRun(frame, function, dynamo.is_reentrant(frame), recordable)
+    if kind in (dynamo.FrameKind.RECOMPUTATION, dynamo.FrameKind.REENTRANT_RECOMPUTATION):
+        return CheckpointRun(frame, dynamo.checkpointed_function(frame, kind))
     return None
 
 
 @functools.cache
 def _runs_autograd_function(code: types.CodeType) -> bool:
     """Whether it is the forward code of an ``autograd.Function``."""
-    functions = _subclasses(torch.autograd.Function)
+    functions = walk(torch.autograd.Function.__subclasses__(), lambda cls: cls.__subclasses__())
     return any(code in (_code(f.forward), _code(f.setup_context)) for f in functions)
-
-
-def _subclasses(cls: Any) -> Iterator[Any]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
 
 
 def _code(function: Any) -> types.CodeType | None:
@@ -167,7 +150,7 @@ def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
 
 def caller_of(frame: types.FrameType) -> types.FrameType:
     """The frame that called ``checkpoint``: the nearest outside of torch's checkpointing code."""
-    for outer in frames_from(frame.f_back):
-        if not is_checkpoint_code(outer.f_code.co_filename):
+    for outer in dynamo.frames_from(frame.f_back):
+        if not dynamo.is_checkpoint_code(outer.f_code.co_filename):
             return outer
     return frame

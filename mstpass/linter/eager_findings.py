@@ -2,7 +2,7 @@
 
 A checkpointed op runs once in the forward, and has to run at most once more in the backward. Let
 the ops of one `OpKey` run ``f`` times in the forward and ``r`` times in the backward. Of these
-``r`` runs, ``d`` are dead: no op that computes a gradient depends on them (liveness.py). Then::
+``r`` runs, ``d`` are dead: no op that computes a gradient depends on them (eager_trace.py). Then::
 
     repeated = max(0, r - f)           recomputations beyond one per run in the forward
     dead     = max(0, d - repeated)    other recomputations whose results nothing needs
@@ -18,17 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mstpass.linter import report
 from mstpass.linter.eager_trace import CheckpointCall, OpKey, OpRuns, StepTrace, Target
-from mstpass.linter.report import (
-    DEAD,
-    NESTED,
-    REPEATED_BACKWARD,
-    UNKNOWN,
-    Finding,
-    LintReport,
-    ModuleRuns,
-    summed_up,
-)
 from mstpass.report.layer_paths import group_by
 from mstpass.tracing.names import function_name, module_names
 
@@ -45,15 +36,15 @@ class _Waste:
     dead: int
 
 
-def lint_trace(trace: StepTrace) -> LintReport:
+def lint_trace(trace: StepTrace) -> report.LintReport:
     """The report on a recorded step."""
     modules = (module for module, _ in trace.modules.values())
     names = module_names([*trace.roots.values(), *modules])
     live = trace.liveness.live_ops()
     wastes = [_waste(key, runs, live) for key, runs in trace.runs.items()]
     findings = [*_repeated(wastes, names, _inner_targets(trace.runs)), *_dead(wastes, names)]
-    runs = tuple(ModuleRuns(names[i], **counts) for i, (_, counts) in trace.modules.items())
-    return LintReport.of(findings, trace.step_flops, runs, _free_nesting(wastes, names))
+    runs = tuple(report.ModuleRuns(names[i], **counts) for i, (_, counts) in trace.modules.items())
+    return report.LintReport.of(findings, trace.step_flops, runs, _free_nesting(wastes, names))
 
 
 def _waste(key: OpKey, runs: OpRuns, live: list[bool]) -> _Waste:
@@ -66,7 +57,7 @@ def _waste(key: OpKey, runs: OpRuns, live: list[bool]) -> _Waste:
 
 def _repeated(
     wastes: list[_Waste], names: Names, inner_targets: Mapping[CheckpointCall, set[Target]]
-) -> Iterator[Finding]:
+) -> Iterator[report.Finding]:
     """A finding for each checkpointed module; without a checkpoint, for each repeated module."""
     repeated = ((_name(names, w.key.target, w.key), w) for w in wastes if w.repeated)
     for name, group in _by_name(repeated):
@@ -75,7 +66,7 @@ def _repeated(
         yield _finding(name, worst.runs, flops, *_why_repeated(worst.runs, inner_targets))
 
 
-def _dead(wastes: list[_Waste], names: Names) -> Iterator[Finding]:
+def _dead(wastes: list[_Waste], names: Names) -> Iterator[report.Finding]:
     for name, group in _by_name((_name(names, None, w.key), w) for w in wastes if w.dead):
         runs = group[0].runs
         reentrant = next((call for call in reversed(runs.checkpoints) if call.reentrant), None)
@@ -87,7 +78,9 @@ def _dead(wastes: list[_Waste], names: Names) -> Iterator[Finding]:
         if reentrant is not None:
             cause += "; a reentrant checkpoint always recomputes its whole block"
             fix = f"{_caller(reentrant).non_reentrant}: such a checkpoint stops before this op"
-        yield _finding(name, runs, sum(w.dead * w.runs.flops for w in group), DEAD, cause, fix)
+        yield _finding(
+            name, runs, sum(w.dead * w.runs.flops for w in group), report.DEAD, cause, fix
+        )
 
 
 def _by_name(named: Iterable[tuple[str, _Waste]]) -> Iterator[tuple[str, list[_Waste]]]:
@@ -95,9 +88,13 @@ def _by_name(named: Iterable[tuple[str, _Waste]]) -> Iterator[tuple[str, list[_W
         yield group[0][0], [waste for _, waste in group]
 
 
-def _finding(name: str, runs: OpRuns, flops: int, kind: str, cause: str, fix: str) -> Finding:
+def _finding(
+    name: str, runs: OpRuns, flops: int, kind: str, cause: str, fix: str
+) -> report.Finding:
     source = ", ".join(call.location for call in runs.checkpoints)
-    return Finding(kind, name, runs.forward, len(runs.recomputed), flops, 0.0, cause, fix, source)
+    return report.Finding(
+        kind, name, runs.forward, len(runs.recomputed), flops, 0.0, cause, fix, source
+    )
 
 
 def _why_repeated(
@@ -108,15 +105,15 @@ def _why_repeated(
     # a reentrant checkpoint starts a backward of its own; otherwise the user has started each
     if len(runs.backward_ids) > 1 and not (nested and any(c.reentrant for c in runs.checkpoints)):
         return (
-            REPEATED_BACKWARD,
+            report.REPEATED_BACKWARD,
             f"{len(runs.backward_ids)} backwards went through its checkpoint, "
             "and each of them recomputed it",
             "add up the losses and call backward once",
         )
     if nested:
-        return NESTED, *_why_nested(runs.checkpoints, inner_targets)
+        return report.NESTED, *_why_nested(runs.checkpoints, inner_targets)
     return (
-        UNKNOWN,
+        report.UNKNOWN,
         "its forward ran in the backward more often than in the forward, and it is not in "
         "nested checkpoints",
         "look for an autograd function or a hook that calls it in the backward",
@@ -191,8 +188,8 @@ def _free_nesting(wastes: list[_Waste], names: Names) -> tuple[str, ...]:
         pair = (_caller(calls[-2]).name, _caller(calls[-1]).name)
         free.setdefault(pair, set()).add(_name(names, target, waste.key))
     return tuple(
-        f"{summed_up(sorted(targets))}: {outer} around {inner} costs no flops, because both stop "
-        "early; remove one of them"
+        f"{report.summed_up(sorted(targets))}: {outer} around {inner} costs no flops, because both "
+        "stop early; remove one of them"
         for (outer, inner), targets in free.items()
     )
 

@@ -24,32 +24,14 @@ from typing import Any
 
 from mstpass.limit import simulated_limit
 from mstpass.memory.allocation import BLOCK
-from mstpass.planner.compiled_step import (
-    FREE,
-    LEAST,
-    CompiledStep,
-    inductor_step,
-    planned,
-    step_of_plan,
-)
+from mstpass.planner import compiled_step, request
+from mstpass.planner.background import WholeModel
 from mstpass.planner.deepen import NoShallowCopy, deepened
-from mstpass.planner.longest_sequence import (
-    GRAIN,
-    MOST,
-    START,
-    TOLERANCE,
-    longest,
-    next_length,
-    rounded,
-)
-from mstpass.planner.model_step import SequenceError
+from mstpass.planner.lengths import GRAIN, MOST, START, TOLERANCE, longest, next_length, rounded
 from mstpass.planner.models import has_kinds_of_layers, layer_count
-from mstpass.planner.progress import GUESS, SEARCH, WHOLE, Report, Steps
-from mstpass.planner.request import CACHING
-from mstpass.planner.result import INDUCTOR, MST, Point, Row
+from mstpass.planner.request import INDUCTOR, MST, Point, Report, Row, Steps
 from mstpass.planner.room import Room, traceable
-from mstpass.planner.traced_step import TracedStep, trace
-from mstpass.planner.whole_model import WholeModel
+from mstpass.planner.traced_step import SequenceError, TracedStep, trace
 
 _KEEPS_INDUCTOR = (
     "keeps the fewest bytes from which backward needs no matmul or attention a second time; "
@@ -85,7 +67,7 @@ class CompiledRows:
         """The fastest plan that fits, at the given length or else at the longest that fits."""
         given, steps = self.request.length, Steps(self._report, MST, 4)
         row = self._deepened_row(steps)
-        Steps(self._report, WHOLE, 1).end()
+        Steps(self._report, request.WHOLE, 1).end()
         if row is None:
             self._scaled = None
             row_at = functools.partial(self._row_at, steps=steps)
@@ -118,8 +100,8 @@ class CompiledRows:
         given = self.request.length
         if given is not None:
             return self._row_at(given, steps, layers=_REPEATED)
-        Steps(self._report, GUESS, 1).end()
-        search = Steps(self._report, SEARCH, 8)
+        Steps(self._report, request.GUESS, 1).end()
+        search = Steps(self._report, request.SEARCH, 8)
         length = self._near(self._start(), search, _REPEATED)
         row_at = functools.partial(self._row_at, steps=search, layers=_REPEATED)
         row = self._longest_row(length, row_at, _FINE) if length else None
@@ -135,7 +117,10 @@ class CompiledRows:
         return rounded(min(self.room.step_bytes / token_bytes, MOST))
 
     def _longest_row(
-        self, length: int, row_at: Callable[[int], Row], tolerance: float = TOLERANCE
+        self,
+        length: int,
+        row_at: Callable[[int], Row],
+        tolerance: float = TOLERANCE,
     ) -> Row:
         """The row of the longest length that fits, from one that is close to it.
 
@@ -170,15 +155,15 @@ class CompiledRows:
     def _options(self, length: int) -> tuple[object, ...]:
         """The budgets that are tried: at the longest length, only the least memory fits."""
         if self.request.length is None and length < MOST:
-            return (LEAST,)
-        return (FREE, *self._between, LEAST)
+            return (compiled_step.LEAST,)
+        return (compiled_step.FREE, *self._between, compiled_step.LEAST)
 
     def _next_length(self, rows: Mapping[int, Row], last: Row, tolerance: float) -> int | None:
         """The length to plan next, if all but gradients grow with the length; None: no other.
 
         Gaps do not grow so: where they count, each length of the search has a plan of its own.
         """
-        if last.fits and self.request.allocator == CACHING:
+        if last.fits and self.request.allocator == request.CACHING:
             return None
         fits = max((n for n in rows if rows[n].fits), default=0)  # shorter ones have other plans
         points = {n: row.parts.total for n, row in rows.items() if n >= fits}
@@ -191,7 +176,9 @@ class CompiledRows:
         """What other lengths take with the plan of the longest one."""
         assert self._scaled is not None, "the scaled is known"
         plan = self._least(self._scaled, length, steps).plan
-        step_at = functools.partial(step_of_plan, self._scaled, option=LEAST, plan=plan)
+        step_at = functools.partial(
+            compiled_step.step_of_plan, self._scaled, option=compiled_step.LEAST, plan=plan
+        )
         return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
 
     @property
@@ -211,10 +198,12 @@ class CompiledRows:
         """
         room = step_bytes = self.room.step_bytes
         for option in options:
-            limit = {FREE: None, LEAST: 0}.get(option, simulated_limit(room))
+            limit = {compiled_step.FREE: None, compiled_step.LEAST: 0}.get(
+                option, simulated_limit(room)
+            )
             budget = room if limit else option
             steps.begin(f"{traced.length:,} tokens, memory_budget={_text(budget)}")
-            step = planned(traced, traced.length, option, limit)
+            step = compiled_step.planned(traced, traced.length, option, limit)
             parts = self.room.parts(step)
             allowed = simulated_limit(step_bytes) if limit else step_bytes
             excess = parts.total - allowed
@@ -242,7 +231,7 @@ class CompiledRows:
 
     def _search(self) -> int:
         """About the longest length that fits, by traces that are scaled."""
-        guess, steps = self._guess() or START, Steps(self._report, SEARCH, 3)
+        guess, steps = self._guess() or START, Steps(self._report, request.SEARCH, 3)
         length = self._near(guess, steps)
         steps.end()
         return length
@@ -250,7 +239,9 @@ class CompiledRows:
     def _near(self, start: int, steps: Steps, layers: int | None = None) -> int:
         """The same from a first guess; ``layers`` as of ``_row_at``."""
         how = steps, layers, 1, layers is not None
-        length, self._scaled = self._longest_traced(start, (FREE, LEAST), _NEAR, *how)
+        length, self._scaled = self._longest_traced(
+            start, (compiled_step.FREE, compiled_step.LEAST), _NEAR, *how
+        )
         traced = self._scaled
         if length:
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
@@ -288,7 +279,7 @@ class CompiledRows:
         more = max(2 * few, int(_LAYERS_LEFT * depth))
         if depth < 2 * more:
             return None
-        steps = Steps(self._report, GUESS, 4)
+        steps = Steps(self._report, request.GUESS, 4)
         try:
             few_length = self._shallow_length(few, _SHALLOW_START, steps)
             lengths = few_length, self._shallow_length(more, few_length or _SHALLOW_START, steps)
@@ -304,7 +295,7 @@ class CompiledRows:
         return int(1 / (more_bytes + max(0, slope) * (math.sqrt(depth) - math.sqrt(more))))
 
     def _shallow_length(self, layers: int, start: int, steps: Steps) -> int:
-        return self._longest_traced(start, (LEAST,), _FAR, steps, layers)[0]
+        return self._longest_traced(start, (compiled_step.LEAST,), _FAR, steps, layers)[0]
 
     def _longest(
         self, traced: TracedStep, near: tuple[float, float], steps: Steps, plans: int = _TRIES
@@ -318,7 +309,9 @@ class CompiledRows:
         for _ in range(plans):
             step = self._least(traced, length, steps)
             found = longest(
-                lambda n, plan=step.plan: self._bytes(step_of_plan(traced, n, LEAST, plan)),  # type: ignore[misc]
+                lambda n, plan=step.plan: self._bytes(
+                    compiled_step.step_of_plan(traced, n, compiled_step.LEAST, plan)
+                ),  # type: ignore[misc]
                 self.room.step_bytes,
                 length,
                 tolerance=0,
@@ -329,15 +322,15 @@ class CompiledRows:
                 break
         return length
 
-    def _least(self, traced: TracedStep, length: int, steps: Steps) -> CompiledStep:
-        steps.begin(f"{length:,} tokens, memory_budget={_text(LEAST)}")
-        return planned(traced, length, LEAST, 0)
+    def _least(self, traced: TracedStep, length: int, steps: Steps) -> compiled_step.CompiledStep:
+        steps.begin(f"{length:,} tokens, memory_budget={_text(compiled_step.LEAST)}")
+        return compiled_step.planned(traced, length, compiled_step.LEAST, 0)
 
     # ---- Inductor's row ------------------------------------------------------------------------
     def inductor_row(self) -> Row:
         """Inductor's row, from mst's trace: without loops, the problem scales to every length."""
         assert self._scaled is not None, "mst's row comes first"
-        step_at = functools.cache(functools.partial(inductor_step, self._scaled))
+        step_at = functools.cache(functools.partial(compiled_step.inductor_step, self._scaled))
         limit, steps = self.room.step_bytes, Steps(self._report, INDUCTOR, 1)
         steps.begin("")
         row = self.room.searched_row(
@@ -353,9 +346,9 @@ class CompiledRows:
     def _inductor_us(self, length: int) -> float:
         """The time of Inductor's step."""
         assert self._scaled is not None, "the rows of lengths come first"
-        return inductor_step(self._scaled, length).us
+        return compiled_step.inductor_step(self._scaled, length).us
 
-    def _bytes(self, step: CompiledStep) -> int:
+    def _bytes(self, step: compiled_step.CompiledStep) -> int:
         return self.room.without_gaps(step.parts).total
 
     def _trace(

@@ -16,12 +16,13 @@ from mstpass.memory.timeline import HELD, StepMemory, Timeline
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
-from mstpass.planner.allocator_replay import Event
-from mstpass.planner.result import Parts
+from mstpass.planner.allocator import Event
+from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import INPUT, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
+from mstpass.walk import walk_once
 
 FREE, LEAST = "free", 0.0  # values of memory_budget
 
@@ -154,17 +155,15 @@ def _us(ops: Iterable[Value]) -> float:
 def _gradients(problem: CutProblem) -> set[str]:
     """Names of the parameters' gradients, and of the summands of one (tied weights have two)."""
     by_name: dict[str, Value] = problem.cached(_by_name)
-    found = set(problem.gradients)
-    stack = list(found)
-    while stack:
-        value = by_name[stack.pop()]
-        if value.kind not in (VIEW, POINTWISE):
-            continue
-        sized = (n for n in value.inputs if n in by_name and by_name[n].bytes == value.bytes)
-        new = [name for name in sized if not by_name[name].forward and name not in found]
-        found.update(new)
-        stack += new
-    return found
+
+    def summands(name: str) -> Iterator[str]:
+        value = by_name[name]
+        for operand in value.inputs if value.kind in (VIEW, POINTWISE) else ():
+            other = by_name.get(operand)
+            if other is not None and other.bytes == value.bytes and not other.forward:
+                yield operand
+
+    return set(walk_once(problem.gradients, summands))
 
 
 def _by_name(problem: CutProblem) -> dict[str, Value]:

@@ -15,7 +15,7 @@ next; where it lies in one list follows from what it reads in others. ::
     operand   as far from the value that reads it as before
 
 This serves to search for a length and a plan. The whole model is traced at one length; where its
-problem is the same but for names, the copy stands for it (whole_model.py).
+problem is the same but for names, the copy stands for it (background.py).
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import eager_workspace_bytes
-from mstpass.planner.allocator_replay import Event, OptimizerStep
-from mstpass.planner.model_step import part_of_rank
+from mstpass.planner.allocator import Event, OptimizerStep
 from mstpass.planner.models import build, layers_of
-from mstpass.planner.result import Parts
+from mstpass.planner.request import Parts
+from mstpass.planner.traced_step import part_of_rank
 from mstpass.planner.training import Training
 from mstpass.torch_internals.fake_tensors import FakeTensorMode, TorchDispatchMode, storage_key
 from mstpass.torch_internals.graphs import tree_leaves

@@ -17,10 +17,8 @@ from torch import nn
 
 from mstpass.errors import UserError, require
 from mstpass.plain_data import MOST_CONFIG_BYTES, read_json
-from mstpass.planner.adapters import add_adapters, numel_of
-from mstpass.planner.attention import plan_attention
-from mstpass.planner.fixed_memory import Frozen, Sizes
-from mstpass.planner.training import Training
+from mstpass.planner.attention import add_adapters, numel_of, plan_attention
+from mstpass.planner.training import Frozen, Sizes, Training
 
 _FILE = Path(__file__).with_name("models.json")
 

@@ -10,9 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mstpass.planner.curve import UP_TO, length_within
-from mstpass.planner.notes import gib
-from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE, Row, TrainingPlan
+from mstpass.planner.lengths import UP_TO, length_within
+from mstpass.planner.request import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE, Row, TrainingPlan, gib
 
 _GIB = 2**30
 _SAMPLES = 400

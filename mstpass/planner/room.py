@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mstpass.errors import UserError
-from mstpass.planner.allocator_replay import Event, OptimizerStep, Resident, needed_bytes
-from mstpass.planner.curve import UP_TO, curve
-from mstpass.planner.fixed_memory import Fixed, Sizes, fixed
-from mstpass.planner.longest_sequence import GRAIN, rounded
-from mstpass.planner.notes import gib
-from mstpass.planner.request import CACHING, Request
-from mstpass.planner.result import DoesNotFit, Parts, Point, Row
+from mstpass.planner.allocator import Event, OptimizerStep, Resident, needed_bytes
+from mstpass.planner.lengths import GRAIN, UP_TO, curve, rounded
+from mstpass.planner.request import CACHING, DoesNotFit, Parts, Point, Request, Row, gib
+from mstpass.planner.training import Fixed, Sizes, fixed
 
 _SHORTER = 0.99  # factor of the next length where gaps leave no room
 _MOST_RANKS = 2**12

@@ -8,9 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstpass.graph.gpu_costs import LINK
-from mstpass.planner.notes import gib
-from mstpass.planner.request import CACHING
-from mstpass.planner.result import MST, TrainingPlan
+from mstpass.planner.request import CACHING, MST, TrainingPlan, gib
 from mstpass.planner.training import AS_MODEL, OPTIMIZERS, Training
 
 _PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries", "gaps")

@@ -1,7 +1,7 @@
 """The details of a planned graph: its nodes with their places and fates, and its memory over time.
 
 The final forward and backward have more names than the joint graph. Those of loops and of copies
-to the host are explained in timeline_names.py; a value that the plan adds, such as a mask packed
+to the host are explained in details.py; a value that the plan adds, such as a mask packed
 into bits, has a name of its own.
 """
 
@@ -24,16 +24,19 @@ from mstpass.problem.problem import value_name
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
+    OFFLOAD,
+    OFFLOADED,
     RECOMPUTED,
     RECONSTRUCTED,
+    RELOAD,
     SAVED,
     Details,
     DrawnNode,
     Life,
     MemoryTimeline,
     fused_nodes,
+    is_on_host,
 )
-from mstpass.report.timeline_names import OFFLOAD, OFFLOADED, RELOAD, is_on_host
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload
 

@@ -1,4 +1,13 @@
-"""``ReportData``: what a report knows of one compiled graph. ``Report`` adds files and pictures."""
+"""``ReportData``: what a report knows of one compiled graph. ``Report`` adds files and pictures.
+
+The copies of a plan beside the computation: what runs when, by the cost model's estimates.
+
+Which rejections ask the user for a change, and which do not.
+
+A rejection asks for nothing if its advice is to change nothing; if the part is too small to matter
+for the peak of the step; or if it is small, and only its number of tokens is too small, while other
+parts of the same step run in chunks. Pages and texts sum these up; the data have them whole.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,59 @@ import dataclasses
 from typing import Any
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavedValue
-from mstpass.report.details import Details
-from mstpass.report.report_json import details_to_json
+from mstpass.plans import (
+    ChunkPlan,
+    Outcome,
+    Reconstructed,
+    Rejection,
+    SavedValue,
+    SavePlan,
+    Transfer,
+)
+from mstpass.regions.advice import asks_for_nothing, wants_more_tokens
+from mstpass.report.details import BACKWARD, FORWARD, Details, details_to_json
 
+
+@dataclasses.dataclass(frozen=True)
+class PhaseTimes:
+    """The forward, which copies to the host, or the backward, which copies back.
+
+    Attributes:
+        copies: in the order in which they run; their times count from the phase's beginning.
+        compute_us: the time of the phase's ops.
+    """
+
+    phase: str
+    copies: tuple[Transfer, ...]
+    compute_us: float
+
+    @property
+    def copy_us(self) -> float:
+        return sum(copy.end_us - copy.start_us for copy in self.copies)
+
+    @property
+    def wait_us(self) -> float:
+        """How long the device waits for copies; it computes beside the rest of them."""
+        return sum(copy.stall_us for copy in self.copies)
+
+    @property
+    def end_us(self) -> float:
+        return self.compute_us + self.wait_us
+
+
+def phase_times(plan: SavePlan) -> tuple[PhaseTimes, ...]:
+    """The phases of a plan with copies, forward first; nothing for a plan without copies."""
+    if not plan.transfers:
+        return ()
+    to_host = tuple(copy for copy in plan.transfers if copy.to_host)
+    back = tuple(copy for copy in plan.transfers if not copy.to_host)
+    return (
+        PhaseTimes(FORWARD, to_host, plan.forward_us),
+        PhaseTimes(BACKWARD, back, plan.backward_us),
+    )
+
+
+# ---- data ----------------------------------------------------------------------------------------
 SCHEMA = "mstpass-report/1"
 
 
@@ -97,3 +155,17 @@ class ReportData:
             **dataclasses.asdict(self.outcome),
             "details": details_to_json(self.details) if self.details is not None else None,
         }
+
+
+# ---- unasked changes -----------------------------------------------------------------------------
+LEAST_PEAK_SHARE = 0.01  # what is below this share of the peak is not worth a line of its own
+_SMALL = 0.05  # of the peak
+
+
+def asks_for_change(rejection: Rejection, report: ReportData) -> bool:
+    """Whether the user can do something about this rejection of the report that may help."""
+    if asks_for_nothing(rejection):
+        return False
+    is_few = report.regions and wants_more_tokens(rejection)
+    least = _SMALL if is_few else LEAST_PEAK_SHARE
+    return not 0 < rejection.bytes <= least * (report.outcome.peak_bytes or 0)

@@ -3,14 +3,52 @@
 ``Details`` has every node of the joint graph, as traced and before any loop, and the memory of the
 step over time, under Inductor alone and as planned. JSON, HTML, drawings and traces are made from
 it.
+
+Names in a memory timeline that are more than the name of a node.
+
+==================  ============================================================================
+``loop:v``          a loop over chunks whose first result is ``v``
+``offload:v``       the copy of ``v`` to the host begins
+``offloaded:v``     ``v`` is on the host: its memory on the device is freed
+``reload:v``        the copy of ``v`` back to the device begins; the buffer that it is copied into
+==================  ============================================================================
+
+The parts of a report as JSON data and back. docs/report-json.md lists every field.
+
+The outcome is written by ``dataclasses.asdict`` and read by ``plain_data.decoded``. The details are
+written as one list for each field of a node (columns), which is shorter and quicker to read than
+one object for each node:
+
+- ``modules`` and ``sources`` list each string once; nodes hold indices into these lists;
+- ``inputs`` of a node are indices of nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import types
+from typing import Any
 
+from mstpass.plain_data import decoded
 from mstpass.plans import Outcome
+from mstpass.problem.problem import LOOP
 
+OFFLOAD, OFFLOADED, RELOAD = "offload:", "offloaded:", "reload:"
+_PREFIXES = (LOOP, OFFLOAD, OFFLOADED, RELOAD)
+
+
+def node_name(name: str) -> str:
+    """The node of the joint graph that a name in a timeline belongs to."""
+    return next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
+
+
+def is_on_host(name: str) -> bool:
+    """Whether the name stands for a value in host memory, which takes none on the device."""
+    return name.startswith((OFFLOAD, OFFLOADED))
+
+
+# ---- details -------------------------------------------------------------------------------------
 FORWARD, BACKWARD = "forward", "backward"
 SAVED, RECOMPUTED, RECONSTRUCTED = "saved", "recomputed", "reconstructed"
 FATES = ("", SAVED, RECOMPUTED, RECONSTRUCTED)
@@ -72,7 +110,7 @@ class MemoryTimeline:
     """Simulated memory of one step: forward, then backward.
 
     Names are those of the joint graph's nodes, with two exceptions. Loops, and copies to the host
-    and back, have a word in front (timeline_names.py). A value that the plan adds, such as a mask
+    and back, have a word in front. A value that the plan adds, such as a mask
     packed into bits, has a name of its own.
 
     Attributes:
@@ -137,3 +175,100 @@ def fused_nodes(outcome: Outcome) -> frozenset[str]:
     """
     loops = [loop for region in outcome.regions for loop in region.loops if loop.unit]
     return frozenset(name for loop in loops for name in (*loop.members, *loop.prelude))
+
+
+# ---- report json ---------------------------------------------------------------------------------
+_NODE_FIELDS = ("name", "op", "phase", "dtype", "bytes", "fate", "region")  # written as they are
+_COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(_NODE_FIELDS, str),
+    **dict.fromkeys(("bytes", "region", "module", "source"), int),
+    **dict.fromkeys(("shape", "inputs"), tuple[int, ...]),
+}
+_LIFE_COLUMNS: dict[str, Any] = {
+    "node": str,
+    **dict.fromkeys(("bytes", "start", "end", "transient"), int),
+}
+
+
+def compact_json(value: Any) -> str:
+    """JSON text without spaces; sets are written as sorted lists."""
+    return json.dumps(value, separators=(",", ":"), default=sorted)
+
+
+def _list_of(kind: Any) -> Any:
+    return types.GenericAlias(tuple, (kind, ...))
+
+
+# ---- details -----------------------------------------------------------------------------------
+def details_to_json(details: Details) -> dict[str, Any]:
+    """The details as lists, numbers and strings."""
+    modules: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    index = {node.name: i for i, node in enumerate(details.nodes)}
+    nodes: dict[str, list[Any]] = {
+        field: [getattr(node, field) for node in details.nodes] for field in _NODE_FIELDS
+    }
+    nodes["module"] = [modules.setdefault(node.module, len(modules)) for node in details.nodes]
+    nodes["source"] = [sources.setdefault(node.source, len(sources)) for node in details.nodes]
+    nodes["shape"] = [list(node.shape) for node in details.nodes]
+    nodes["inputs"] = [[index[name] for name in node.inputs] for node in details.nodes]
+    return {
+        "modules": list(modules),
+        "sources": list(sources),
+        "nodes": nodes,
+        "before": _timeline_to_json(details.before),
+        "after": _timeline_to_json(details.after),
+        "pareto": [vars(point) for point in details.pareto],
+    }
+
+
+def details_from_json(data: Any) -> Details:
+    """What `details_to_json` wrote.
+
+    Raises:
+        TypeError, ValueError, LookupError: the data is something else.
+    """
+    given = data["nodes"]
+    columns = {name: decoded(_list_of(kind), given[name]) for name, kind in _COLUMNS.items()}
+    modules, sources = (decoded(tuple[str, ...], data[name]) for name in ("modules", "sources"))
+    names = columns["name"]
+    columns["module"] = tuple(modules[i] for i in columns["module"])
+    columns["source"] = tuple(sources[i] for i in columns["source"])
+    columns["inputs"] = tuple(tuple(names[i] for i in inputs) for inputs in columns["inputs"])
+    rows = zip(*columns.values(), strict=True)
+    return Details(
+        nodes=tuple(DrawnNode(**dict(zip(columns, row, strict=True))) for row in rows),
+        before=_timeline_from_json(data["before"]),
+        after=_timeline_from_json(data["after"]),
+        pareto=decoded(tuple[ParetoPoint, ...], data["pareto"], newer=True),
+    )
+
+
+def _timeline_to_json(timeline: MemoryTimeline | None) -> dict[str, Any] | None:
+    if timeline is None:
+        return None
+    lives: dict[str, list[Any]] = {
+        field: [getattr(life, field) for life in timeline.lives] for field in _LIFE_COLUMNS
+    }
+    lives["transient"] = [int(transient) for transient in lives["transient"]]
+    return {
+        "first_backward": timeline.first_backward,
+        "moments": list(timeline.moments),
+        "bytes": list(timeline.bytes),
+        "lives": lives,
+    }
+
+
+def _timeline_from_json(data: Any) -> MemoryTimeline | None:
+    if data is None:
+        return None
+    columns = [decoded(_list_of(kind), data["lives"][f]) for f, kind in _LIFE_COLUMNS.items()]
+    return MemoryTimeline(
+        moments=decoded(tuple[str, ...], data["moments"]),
+        bytes=decoded(tuple[int, ...], data["bytes"]),
+        lives=tuple(
+            Life(node, size, start, end, bool(transient))
+            for node, size, start, end, transient in zip(*columns, strict=True)
+        ),
+        first_backward=decoded(int, data["first_backward"]),
+    )

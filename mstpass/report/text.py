@@ -24,21 +24,19 @@ from mstpass.plans import (
     SavePlan,
 )
 from mstpass.problem.problem import is_loop
-from mstpass.report.by_length import by_length_text
-from mstpass.report.copy_times import phase_times
-from mstpass.report.data import ReportData
+from mstpass.report.data import LEAST_PEAK_SHARE, ReportData, asks_for_change, phase_times
 from mstpass.report.details import (
     BACKWARD,
     RECOMPUTED,
     RECONSTRUCTED,
+    RELOAD,
     DrawnNode,
     Life,
     MemoryTimeline,
+    node_name,
 )
 from mstpass.report.layer_paths import fold_numbers, group_by, join_layers
-from mstpass.report.timeline_names import RELOAD, node_name
-from mstpass.report.unasked_changes import LEAST_PEAK_SHARE, asks_for_change
-from mstpass.report.unlooked import unlooked
+from mstpass.report.unlooked import by_length_text, unlooked
 
 _MOST_LINES = 40  # of the whole report
 _MOST_ITEMS = (7, 6, 5, 4, 3, 2, 1)  # of each part: the first number with which the report fits

@@ -3,6 +3,8 @@
 Loops are looked for around products that widen tokens. Where something else makes the peak (a
 convolution, correlations of features, layers of equal width), nothing was refused, so nothing would
 be said of it.
+
+The peaks of one plan for batches of several lengths, in words.
 """
 
 from __future__ import annotations
@@ -10,11 +12,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.plans import Outcome
 from mstpass.report.data import ReportData
-from mstpass.report.details import DrawnNode, Life
+from mstpass.report.details import DrawnNode, Life, node_name
 from mstpass.report.layer_paths import fold_numbers
-from mstpass.report.timeline_names import node_name
+from mstpass.walk import walk_once
 
+
+def by_length_text(outcome: Outcome) -> str:
+    """For which batches the plan is made, its peaks there, and for which of them a budget holds."""
+    first, *others = outcome.peaks
+
+    def sizes_text(sizes: Sequence[tuple[str, int]]) -> str:
+        return " and ".join(f"{size}" for _, size in sizes)
+
+    names = " and ".join(f"{name} up to {size}" for name, size in first.sizes)
+    text = f"planned for {names}; simulated peak {bytes_text(first.peak_bytes)}"
+    text += "".join(f", {bytes_text(p.peak_bytes)} at {sizes_text(p.sizes)}" for p in others)
+    if outcome.budget_holds_for and outcome.budget_holds_for != first.sizes:
+        text += f"; the budget holds up to {sizes_text(outcome.budget_holds_for)}"
+    return text
+
+
+# ---- values without loops ------------------------------------------------------------------------
 _LEAST = 0.05  # of the peak: one value
 _MUCH = 0.5  # of the peak: all of them
 _WHY = "no product there widens tokens, by 1.5 times or more, which is where loops are looked for"
@@ -66,9 +86,4 @@ def _values(report: ReportData) -> list[DrawnNode]:
 
 def _reached(name: str, following: Mapping[str, Sequence[str]]) -> set[str]:
     """A node, and all that is reached from it."""
-    stack, seen = [name], {name}
-    while stack:
-        new = set(following.get(stack.pop(), ())) - seen
-        seen |= new
-        stack += new
-    return seen
+    return set(walk_once([name], lambda one: following.get(one, ())))

@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.errors import UserError
-from mstpass.report.no_plan import why_no_backward
+from mstpass.report.graph_ends import why_no_backward
 from mstpass.torch_internals.aot_autograd import (
     merge_equal_nodes,
     min_cut_rematerialization_partition,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 
 import mstpass
-from mstpass.bench.trainer_models import ids, text, tokenizer
+from mstpass.bench.trainers import ids, text, tokenizer
 from tests.ranks.sequences import VOCABULARY, Batch, model_of
 from tests.ranks.trainers import common
 

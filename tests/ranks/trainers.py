@@ -11,7 +11,7 @@ from unittest import mock
 from transformers import Trainer, TrainingArguments
 
 import mstpass
-from mstpass.bench.trainer_models import Tokens, llama, text, tokenizer
+from mstpass.bench.trainers import Tokens, llama, text, tokenizer
 
 VOCABULARY, LENGTH = 1024, 128
 

@@ -1,25 +1,117 @@
-"""The command: checks the machine, measures what is missing, and writes the results."""
+"""Measure mst and others on this machine's CUDA device: the CUDA tests, loops
+and what their chunks cost, LM heads at Llama-3 sizes, Llama-3-8B-shaped
+blocks under memory budgets, and the longest sequence that fits. No network
+is needed. Each finished row is kept at once; a second call goes on with what
+is missing.
+
+examples:
+  mstpass bench gpu                         ten minutes; call it again to go on
+  mstpass bench gpu --part heads --part blocks
+  mstpass bench gpu --out /tmp/gpu --minutes 60
+  mstpass bench gpu --dry-run --quick       on any machine, without a GPU
+  mstpass bench gpu --tables                write the tables again, measure nothing
+
+exit codes: 0 all rows are finished, whatever they say; 1 failed; 2 wrong
+arguments, or this machine cannot run it; 3 the time is over and rows are left
+for another call; 130 interrupted, with all finished rows kept
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
-from mstpass.bench.gpu import arguments, chunks, environment, results
-from mstpass.bench.gpu.arguments import Arguments
-from mstpass.bench.gpu.parts import PARTS
-from mstpass.bench.gpu.process import WorkerProcess
-from mstpass.bench.gpu.rows import MEASURED, OUT_OF_TIME, Case, Outcome
-from mstpass.bench.gpu.runner import Launch, Runner
-from mstpass.bench.gpu.state import State
-from mstpass.bench.gpu.tables import outcome_text
-from mstpass.bench.harness import Progress
+from mstpass.argument_parsers import byte_size, command_parser
+from mstpass.bench.gpu import device, heads, results
+from mstpass.bench.gpu.job import WorkerProcess
+from mstpass.bench.gpu.results import outcome_text
+from mstpass.bench.gpu.runner import PARTS, Launch, Runner
+from mstpass.bench.gpu.state import MEASURED, OUT_OF_TIME, Case, Outcome, Settings, State
+from mstpass.bench.harness import advancing
+from mstpass.bench.processes import ROOT
 
+RESULTS = ROOT / "docs" / "results"
+_OUT = Path("gpu-out")
+_MINUTES, _DRY_MINUTES = 10.0, 60.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The parsed command line.
+
+    Attributes:
+        settings: what the workers know as well.
+        parts: the names of the parts to run.
+        seconds: the time that the call may take.
+        tables: write the tables of rows that are there, and measure nothing.
+    """
+
+    settings: Settings
+    parts: tuple[str, ...]
+    seconds: float
+    tables: bool
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the results are those that this checkout's documentation shows."""
+        full = not (self.settings.quick or self.settings.dry)
+        return full and self.settings.out.resolve() == RESULTS.resolve()
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    parser = command_parser("mstpass bench gpu", __doc__)
+    add = parser.add_argument
+    parts = "; ".join(f"{part.name}: {part.what}" for part in PARTS.values())
+    part = f"only this part; may be repeated. {parts}"
+    out = (
+        "folder of the results, in which a second call goes on (default: docs/results of the "
+        f"checkout; {_OUT} without one, with --quick and with --dry-run)"
+    )
+    most = (
+        f"the most that this call may take (default {_MINUTES:g}; with --dry-run {_DRY_MINUTES:g})"
+    )
+    dry = "trace and plan every row without a GPU; nothing is measured"
+    memory = "the memory that the search for the longest sequence may use (default: 24GiB)"
+    add("--part", action="append", choices=tuple(PARTS), metavar="NAME", help=part)
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--minutes", type=_minutes, help=most)
+    add("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    add("--dry-run", action="store_true", help=dry)
+    add("--tables", action="store_true", help="write the tables of the rows in DIR again")
+    add("--memory", type=byte_size, default=Settings.memory_bytes, metavar="SIZE", help=memory)
+    given = parser.parse_args(argv)
+    published = RESULTS.is_dir() and not (given.quick or given.dry_run)
+    settings = Settings(
+        out=given.out or (RESULTS if published else _OUT),
+        quick=given.quick,
+        dry=given.dry_run,
+        memory_bytes=given.memory,
+    )
+    names = tuple(name for name in PARTS if name in (given.part or PARTS))
+    minutes = given.minutes or (_DRY_MINUTES if given.dry_run else _MINUTES)
+    return Arguments(settings, names, 60 * minutes, given.tables)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+    return value
+
+
+# ---- the command ---------------------------------------------------------------------------------
 _GIB = 2**30
 _USABLE = 0.9  # of a card's memory: the rest is CUDA's context, and what others hold
 DONE, BAD_INPUT, ROWS_LEFT, INTERRUPTED = 0, 2, 3, 130
@@ -31,21 +123,21 @@ def main(argv: Sequence[str] = (), launch: Launch = WorkerProcess) -> int:
     Args:
         launch: starts a worker.
     """
-    given = arguments.parse(argv)
+    given = parse(argv)
     if given.tables:
         _write(given, State.read(given.settings.out))
         return DONE
     if not given.settings.dry:
         try:
-            environment.check_machine(", ".join(PARTS[name].what for name in given.parts))
-        except environment.CannotRun as error:
+            device.check_machine(", ".join(PARTS[name].what for name in given.parts))
+        except device.CannotRun as error:
             print(f"mstpass bench gpu: {error}", file=sys.stderr)
             return BAD_INPUT
-    card = environment.card()
+    card = device.card()
     given = within_card(given, card.get("memory_bytes"))
     sizes = {"quick": given.settings.quick, "dry": given.settings.dry}
     state = State.open(given.settings.out, {**card, **sizes})
-    state.begin_run(environment.facts())
+    state.begin_run(device.facts())
     interrupted = False
     try:
         with _ended_like_interrupted():
@@ -86,23 +178,30 @@ def _measure(given: Arguments, state: State, launch: Launch) -> None:
     parts = [PARTS[name] for name in given.parts]
     cases = [case for part in parts for case in part.cases(given.settings)]
     left = sum(len(state.missing(case)) for case in cases)
-    path = chunks.costs_path(given.settings.out)
-    start = time.monotonic()
-    with _Shown(left, start) as show:
-        runner = Runner(
-            given.settings, state, launch, show, environment={chunks.COSTS_VARIABLE: str(path)}
-        )
+    path = heads.costs_path(given.settings.out)
+    start, has_bar = time.monotonic(), find_spec("rich") is not None
+    with advancing("gpu", left) if has_bar else nullcontext(lambda what: None) as advance:
+
+        def show(case: Case, row: str, outcome: Outcome) -> None:
+            """A line for each row, above the progress bar of a terminal."""
+            if outcome["status"] != OUT_OF_TIME:
+                said = f"{case.part}, {case.name}, {row}: {outcome_text(outcome)}"
+                print(f"{time.monotonic() - start:5.0f} s  {said}", flush=True)
+            advance(f"{case.part}, {row}")
+
+        variables = {heads.COSTS_VARIABLE: str(path)}
+        runner = Runner(given.settings, state, launch, show, environment=variables)
         runner.run(parts, given.seconds)
     _store_costs(given, state)
 
 
 def _store_costs(given: Arguments, state: State) -> None:
     """Keep what chunks cost for later compilations on this device, if this call has measured it."""
-    case = chunks.cases(given.settings)[0]
+    case = heads.loop_cases(given.settings)[0]
     outcome = state.outcome(case, case.rows[0]) or {}
     this_call = outcome.get("run") == len(state.runs) - 1
     if outcome.get("status") == MEASURED and this_call and not given.settings.quick:
-        path = chunks.store_for_later(given.settings.out)
+        path = heads.store_for_later(given.settings.out)
         print(f"what chunks cost here is stored in {path}, for later compilations")
 
 
@@ -112,27 +211,3 @@ def _write(given: Arguments, state: State) -> None:
     left = results.left_over(state)
     if left:
         print(f"{left} rows were not run for lack of time: the same command goes on with them")
-
-
-class _Shown:
-    """Shows rows as they are finished: a line each, and on a terminal a progress bar below."""
-
-    def __init__(self, total: int, start: float):
-        self._start = start
-        has_bar = sys.stdout.isatty() and find_spec("rich") is not None
-        self._bar = Progress("gpu", total) if has_bar else None
-
-    def __enter__(self) -> _Shown:
-        self._advance = self._bar.__enter__() if self._bar else lambda what: None
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.__exit__(*exception)
-
-    def __call__(self, case: Case, row: str, outcome: Outcome) -> None:
-        if outcome["status"] != OUT_OF_TIME:
-            seconds = time.monotonic() - self._start
-            text = outcome_text(outcome)
-            print(f"{seconds:5.0f} s  {case.part}, {case.name}, {row}: {text}", flush=True)
-        self._advance(f"{case.part}, {row}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mstpass.bench.gpu.job import Job
-from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
 from mstpass.bench.processes import ROOT
 
 NAME = "tests"

@@ -5,24 +5,37 @@ does. Chunks cost no extra products in the fused mode, so one step is three prod
 6 N D V floating-point operations. TFLOP/s are these over the median time.
 
 Shapes: x (N, D), w (V, D), y (N,).
+
+Part `loops`: what chunks cost on this device, and how the chunk length changes a loop's time.
+
+The first case is the calibration of `mstpass bench loops --store`. Its figures are stored in the
+results' folder, where the plans of all later parts find them, and for later compilations on this
+device. The others run a head at several chunk lengths, and a chain of MLPs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mstpass.bench import comparison
+from mstpass.bench import comparison, loops
+from mstpass.bench.comparison import Contender, auto_chunker, eager, inductor, mst
 from mstpass.bench.gpu.job import Job
-from mstpass.bench.gpu.rows import Case, Settings
-from mstpass.bench.gpu.side_by_side import Way, Workload, eager, inductor, measure, mst
-from mstpass.bench.models import Head
+from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
+from mstpass.bench.gpu.state import DRY, MEASURED, Case, Settings
+from mstpass.bench.models import Head, MLPs, Work
+from mstpass.graph import device_costs
 from mstpass.torch_internals.versions import installed
 
 NAME = "heads"
@@ -32,21 +45,23 @@ QUICK_WIDTH, QUICK_VOCABULARY, QUICK_TOKENS = 256, 4096, (2048,)
 _LIMIT_S = 120.0
 
 
+def _measured(quick: bool) -> Measured:
+    tokens = QUICK_TOKENS if quick else TOKENS
+    return {f"N={n}": (functools.partial(workload, n, quick), ways()) for n in tokens}
+
+
 def cases(settings: Settings) -> list[Case]:
-    rows = tuple(way.name for way in ways())
-    tokens = QUICK_TOKENS if settings.quick else TOKENS
-    return [Case(NAME, f"N={n}", rows, _LIMIT_S) for n in tokens]
+    return cases_of(NAME, _measured(settings.quick), _LIMIT_S)
 
 
 def work(job: Job) -> None:
-    tokens = int(job.case.name.removeprefix("N="))
-    measure(job, lambda device: workload(tokens, job.settings.quick, device), ways())
+    measure(job, *_measured(job.settings.quick)[job.case.name])
 
 
-def workload(tokens: int, quick: bool, device: torch.device) -> Workload:
+def workload(tokens: int, quick: bool, device: torch.device) -> Work:
     width, vocabulary = sizes(quick)
     head = Head.build(tokens, width, vocabulary, device, DTYPE)
-    return Workload(
+    return Work(
         fn=head_loss,
         args=(head.hidden, head.weight, head.target),
         leaves=(head.hidden, head.weight),
@@ -64,13 +79,13 @@ def head_loss(x_ND: Tensor, w_VD: Tensor, y_N: Tensor) -> Tensor:
 
 
 # ---- the ways ----------------------------------------------------------------------------------
-def ways() -> list[Way]:
+def ways() -> list[Contender]:
     """All ways, the first of which is what the others are compared with."""
     return [
         inductor(),
         mst(),
         mst("mst, memory_budget=0.0", memory_budget=0.0),
-        Way(comparison.auto_chunker()),
+        auto_chunker(),
         liger(),
         cut_cross_entropy(),
         torch_linear_cross_entropy(),
@@ -78,7 +93,7 @@ def ways() -> list[Way]:
     ]
 
 
-def liger() -> Way:
+def liger() -> Contender:
     """Liger-Kernel's fused head; the call of its releases since 0.3."""
 
     def load() -> Callable[..., Tensor]:
@@ -88,7 +103,7 @@ def liger() -> Way:
     return _installed("Liger-Kernel", "liger_kernel", load)
 
 
-def cut_cross_entropy() -> Way:
+def cut_cross_entropy() -> Contender:
     """Cut Cross-Entropy, which keeps no logits at all (arXiv 2411.09009)."""
 
     def load() -> Callable[..., Tensor]:
@@ -97,7 +112,7 @@ def cut_cross_entropy() -> Way:
     return _installed("Cut Cross-Entropy", "cut_cross_entropy", load)
 
 
-def torch_linear_cross_entropy() -> Way:
+def torch_linear_cross_entropy() -> Contender:
     """torch's own chunked head."""
     function, name = comparison.linear_cross_entropy(), "F.linear_cross_entropy"
     if function is None:
@@ -105,8 +120,112 @@ def torch_linear_cross_entropy() -> Way:
     return eager(name, function)
 
 
-def _installed(name: str, package: str, load: Callable[[], Callable[..., Tensor]]) -> Way:
+def _installed(name: str, package: str, load: Callable[[], Callable[..., Tensor]]) -> Contender:
     """A way that another package offers; the package is imported when it is first run."""
     if find_spec(package) is None:
         return eager(name, missing=f"{package} is not installed")
     return eager(name, lambda *args: load()(*args), own_kernels=True)
+
+
+# ---- chunks --------------------------------------------------------------------------------------
+LOOPS = "loops"
+COSTS_FILE, COSTS_VARIABLE = "gpu-costs.json", "MSTPASS_COSTS"
+CALIBRATION, HEAD, MLP = "chunk costs", "head by chunk length", "MLPs"
+LENGTHS, QUICK_LENGTHS = (1024, 2048, 512, 4096), (256, 512)
+_TOKENS, _QUICK_TOKENS = 8192, 2048
+_MLP_SIZES, _QUICK_MLP_SIZES = (16_384, 4096, 14_336, 2), (2048, 256, 1024, 2)
+
+
+def _loops(quick: bool) -> Measured:
+    tokens = _QUICK_TOKENS if quick else _TOKENS
+    return {
+        HEAD: (functools.partial(workload, tokens, quick), head_ways(quick)),
+        MLP: (functools.partial(mlps, quick), mlp_ways()),
+    }
+
+
+def loop_cases(settings: Settings) -> list[Case]:
+    first = Case(LOOPS, CALIBRATION, ("calibration",), _LIMIT_S)
+    return [first, *cases_of(LOOPS, _loops(settings.quick), _LIMIT_S)]
+
+
+def loop_work(job: Job) -> None:
+    if job.case.name == CALIBRATION:
+        _calibrate(job)
+    else:
+        measure(job, *_loops(job.settings.quick)[job.case.name])
+
+
+def head_ways(quick: bool) -> list[Contender]:
+    lengths = QUICK_LENGTHS if quick else LENGTHS
+    named = [mst(f"mst, {n} tokens a chunk", chunk_tokens=n) for n in lengths]
+    return [inductor(), mst("mst, its own choice"), *named]
+
+
+def mlp_ways() -> list[Contender]:
+    return [
+        inductor(),
+        mst("mst, memory_budget=free", memory_budget="free"),
+        mst("mst, memory_budget=0.0", memory_budget=0.0),
+        eager(),
+    ]
+
+
+def mlps(quick: bool, device: torch.device) -> Work:
+    """A chain of SwiGLU MLPs as wide as Llama-3-8B's."""
+    tokens, width, mlp_width, layers = _QUICK_MLP_SIZES if quick else _MLP_SIZES
+    chain = MLPs.build(tokens, width, mlp_width, layers, device, DTYPE)
+    return Work(
+        fn=chain.layers,
+        args=(chain.hidden,),
+        leaves=(chain.hidden, *chain.layers.parameters()),
+        tangent=chain.tangent,
+        flops=18.0 * layers * tokens * width * mlp_width,
+    )
+
+
+def costs_path(out: Path) -> Path:
+    """Where the costs are for this run: in its folder, or where the user has them."""
+    return Path(os.environ.get(COSTS_VARIABLE) or out / COSTS_FILE).absolute()
+
+
+def _calibrate(job: Job) -> None:
+    """Measure what chunks cost, beside what is assumed where nothing was measured."""
+    (row,) = job.case.rows
+    job.start(row)
+    device, quick = torch.device("cuda"), job.settings.quick
+    if not job.device.runs:
+        job.finish(row, DRY, assumed=_assumed(device, quick, DTYPE))
+        return
+    measured = loops.measure(device, quick)
+    assumed = _assumed(device, quick, DTYPE)
+    if not quick:
+        device_costs.store(device, measured)
+    costs = dataclasses.asdict(measured)
+    job.finish(row, MEASURED, clocks=job.device.clocks(), costs=costs, assumed=assumed)
+
+
+def _assumed(device: torch.device, quick: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The costs in use, for the rows that are measured."""
+    used, loop_work = device_costs.costs_of(device), loops.work(device, quick)
+    sweep = loops.QUICK_SWEEP if quick else loops.LARGE_SWEEP
+    return {
+        "slowdown": [[rows, used.slowdown(loop_work, rows)] for rows in sweep.rows],
+        "flops_per_us": used.rate(dtype),
+    }
+
+
+def store_for_later(out: Path) -> Path | None:
+    """Add the costs in a run's folder to those that other compilations on this device use.
+
+    Returns:
+        The file that has them now; None if the run has measured none.
+    """
+    measured, path = out / COSTS_FILE, device_costs.costs_path()
+    if not measured.exists():
+        return None
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    new = {**old, **json.loads(measured.read_text(encoding="utf-8"))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -2,14 +2,17 @@
 
 The attention is FlashAttention-2, as `mstpass plan` assumes; the plain model's is what
 ``F.scaled_dot_product_attention`` chooses, with as many key heads as query heads.
+
+Part `blocks`: Llama-3-8B-shaped blocks with head and loss, under budgets from all to least.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from mstpass.bench import models
-from mstpass.bench.models import LlamaSize
-from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.bench.comparison import Contender, eager, inductor, mst
+from mstpass.bench.gpu.job import Job
+from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
+from mstpass.bench.gpu.state import Case, Settings
+from mstpass.bench.models import LlamaSize, Work
+from mstpass.planner.eager_rows import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import Recipe
 from mstpass.planner.models import build, config_of
 from mstpass.planner.training import Training
@@ -138,3 +145,49 @@ class LossAlone(nn.Module):
 
 def token_ids(size: Shape, length: int, device: torch.device) -> Tensor:
     return torch.randint(size.vocabulary, (1, length), device=device)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+NAME = "blocks"
+TOKENS, QUICK_TOKENS = 16_384, 1024
+_LEAST, _FREE = "mst, memory_budget=0.0", "mst, memory_budget=1.0 (free)"
+_BYTES = "mst, memory_budget in bytes"  # half-way between the peaks of the two
+_LIMIT_S = 180.0
+
+
+def _measured(quick: bool) -> Measured:
+    tokens = QUICK_TOKENS if quick else TOKENS
+    return {f"N={tokens}": (functools.partial(workload, shape(quick), tokens), ways())}
+
+
+def cases(settings: Settings) -> list[Case]:
+    return cases_of(NAME, _measured(settings.quick), _LIMIT_S)
+
+
+def work(job: Job) -> None:
+    measure(job, *_measured(job.settings.quick)[job.case.name])
+
+
+def workload(size: Shape, tokens: int, device: torch.device) -> Work:
+    model, loss_of = model_and_loss(size, device)
+    return Work.of(model, LossAlone(model, loss_of), args=(token_ids(size, tokens, device),))
+
+
+def ways() -> list[Contender]:
+    return [
+        inductor(),
+        mst("mst"),
+        mst(_LEAST, memory_budget=0.0),
+        mst(_FREE, memory_budget=1.0),
+        mst("mst, memory_budget=0.5", memory_budget=0.5),
+        dataclasses.replace(mst(_BYTES), from_peaks=_half_way),
+        mst("mst, memory_budget=0.25", memory_budget=0.25),
+        mst("mst, memory_budget=0.75", memory_budget=0.75),
+        eager(),
+    ]
+
+
+def _half_way(peaks: Mapping[str, int]) -> Contender:
+    if not {_LEAST, _FREE} <= peaks.keys():
+        raise RuntimeError(f"needs the peaks of {_LEAST!r} and {_FREE!r}")
+    return mst(_BYTES, memory_budget=(peaks[_LEAST] + peaks[_FREE]) // 2)

@@ -4,11 +4,19 @@ The limit holds for the allocator of the process (``set_per_process_memory_fract
 card stands for a smaller one. A length fits if two steps, forward and backward, run within it. The
 first row is what `mstpass plan` predicts; the search of each other row starts there. A process that
 has run out of memory tries no other length.
+
+The search for the longest sequence that fits, from what has been tried so far.
+
+The search keeps no state of its own: it goes on wherever the tried lengths end. The first length is
+the predicted one. The memory of a step is affine in the length over long stretches, so a next
+length is where a line through what fitted meets the limit; where that fails, the interval between
+the longest that fits and the shortest that does not is halved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +25,78 @@ from torch import Tensor, nn
 from mstpass.bench.comparison import error_text, own_code
 from mstpass.bench.gpu import llama
 from mstpass.bench.gpu.job import Job, Restart
-from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
-from mstpass.bench.gpu.search import GRAIN, Probe, best, next_length
 from mstpass.bench.gpu.side_by_side import explained, is_out_of_memory
+from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
 from mstpass.errors import MissingPackageError
+from mstpass.planner.lengths import crossing, rounded
 from mstpass.planner.plan import plan
-from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE
+from mstpass.planner.request import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE, Request
 
+GRAIN = 256  # lengths are multiples of it
+TOLERANCE = 0.03  # a sequence that is longer by this fraction might still fit
+_MARGIN = 0.99  # a guess stays below the line by this factor: a length that fits says more
+_LEAP = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One length that was tried.
+
+    Attributes:
+        peak_bytes: the highest number of allocated bytes; None where it did not fit.
+        seconds: the time of a step.
+        why: why it did not fit.
+    """
+
+    length: int
+    fits: bool
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    why: str = ""
+
+    def to_data(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def best(probes: Sequence[Probe]) -> Probe | None:
+    """The longest that fits."""
+    return max((p for p in probes if p.fits), key=lambda p: p.length, default=None)
+
+
+def next_length(
+    probes: Sequence[Probe], start: int, limit_bytes: int, fixed_bytes: int, most: int
+) -> int | None:
+    """The length to try next; None if the longest that fits is known to within ``TOLERANCE``.
+
+    Args:
+        start: the length to try first.
+        fixed_bytes: what the step holds at any length, such as the weights.
+        most: no longer sequence is tried.
+    """
+    most = _rounded(most)
+    if not probes:
+        return min(_rounded(start), most)
+    longest = best(probes)
+    too_long = min((p.length for p in probes if not p.fits), default=most + GRAIN)
+    if longest is None:
+        return _rounded(too_long / _LEAP) if too_long > GRAIN else None
+    if too_long - longest.length <= max(GRAIN, TOLERANCE * longest.length):
+        return None
+    points = {0: fixed_bytes, **{p.length: p.peak_bytes or 0 for p in probes if p.fits}}
+    aim = crossing(points, limit_bytes, longest.length) * _MARGIN
+    aim = min(aim, longest.length * _LEAP)
+    if aim - longest.length < TOLERANCE * longest.length:
+        aim = longest.length * (1 + TOLERANCE)  # nearly the longest: confirm it
+    if too_long <= most and aim >= too_long:
+        aim = (longest.length + too_long) / 2
+    return min(max(_rounded(aim), longest.length + GRAIN), too_long - GRAIN)
+
+
+def _rounded(length: float) -> int:
+    return rounded(length, GRAIN)
+
+
+# ---- the part ------------------------------------------------------------------------------------
 NAME = "longest"
 PREDICTION = "mstpass plan"
 WAYS = {  # row -> how the model's code runs

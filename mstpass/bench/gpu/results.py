@@ -1,21 +1,224 @@
-"""Writes the results: JSON, a Markdown page, and the README's table, all from the same data."""
+"""Writes the results: JSON, a Markdown page, and the README's table, all from the same data.
+
+The tables are made from the data of the JSON file.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mstpass.bench.comparison import MST
-from mstpass.bench.gpu import heads, llama, longest, tables
-from mstpass.bench.gpu.parts import PARTS
-from mstpass.bench.gpu.rows import MEASURED, OUT_OF_TIME, Outcome
-from mstpass.bench.gpu.state import SCHEMA, State
-from mstpass.bench.gpu.tables import Columns, Data, gib, limit_flops_per_s, tokens
-from mstpass.bench.processes import ROOT
-from mstpass.bench.results import Table, ratio_cell, table_lines, with_section
+import torch
 
+from mstpass.bench import results
+from mstpass.bench.comparison import INDUCTOR, MST
+from mstpass.bench.gpu import cuda_tests, heads, llama, longest
+from mstpass.bench.gpu.runner import PARTS
+from mstpass.bench.gpu.state import DRY, MEASURED, OUT_OF_TIME, SCHEMA, Outcome, State
+from mstpass.bench.processes import ROOT
+from mstpass.bench.results import (
+    NONE,
+    Ratio,
+    Table,
+    quotient,
+    ratio_cell,
+    table_lines,
+    text_of,
+    times_cell,
+    with_section,
+)
+from mstpass.gpus import gpu_like
+
+GIB = 2**30
+_COSTS = (  # what is shown of them: name, text, scale
+    ("chunk_us", "us that a chunk adds to a loop", 1.0),
+    ("flops_per_us", "TFLOP/s of whole products, bfloat16", 1e-6),
+    ("copied_bytes_per_us", "GB/s of a copy", 1e-3),
+)
+
+Data = Mapping[str, Any]
+Rows = Sequence[Outcome]
+Columns = dict[str, Callable[[Outcome], str]]
+
+
+def all_tables(data: Data) -> dict[str, list[Table]]:
+    """The tables of each part that there are rows of, by the part's name."""
+    cases: dict[tuple[str, str], list[Outcome]] = {}
+    for row in data["rows"]:
+        cases.setdefault((row["part"], row["case"]), []).append(row)
+    found: dict[str, list[Table]] = {}
+    for (part, case), rows in cases.items():
+        found.setdefault(part, []).append(_table(part, case, rows, data["header"]))
+    return found
+
+
+def _table(part: str, case: str, rows: Rows, header: Data) -> Table:
+    if part == cuda_tests.NAME:
+        return tests_table(case, rows)
+    if part == longest.NAME:
+        return longest_table(case, rows)
+    if (part, case) == (heads.LOOPS, heads.CALIBRATION):
+        return costs_table(case, rows)
+    return steps_table(case, rows, header)
+
+
+# ---- one table each ----------------------------------------------------------------------------
+def steps_table(case: str, rows: Rows, header: Data) -> Table:
+    """Steps that were timed in turn with Inductor's."""
+    base = next((row for row in rows if row["row"] == INDUCTOR), {})
+    columns: Columns = {
+        "": lambda row: row["row"],
+        "time ms": lambda row: _or_outcome(row, milliseconds),
+        "time / Inductor": _if_measured(lambda row: ratio_cell(_triple(row))),
+        "estimated": _estimate,
+        "TFLOP/s": _if_measured(tflops),
+        "of the limit": _if_measured(lambda row: share_of_limit(row, header)),
+        "peak GiB": _if_measured(lambda row: gib(row.get("peak_bytes"))),
+        "peak / Inductor": lambda row: times_cell(
+            quotient(row.get("peak_bytes"), base.get("peak_bytes"))
+        ),
+        "simulated GiB": lambda row: gib(row.get("simulated_bytes")),
+        "first call s": lambda row: results.seconds_cell(row.get("first_call_s")),
+        "gradient error": lambda row: text_of(row.get("gradient_error"), "{:.1e}".format),
+    }
+    return Table.of(case, rows, columns)
+
+
+def costs_table(case: str, rows: Rows) -> Table:
+    """What chunks cost: measured, and as it was assumed before."""
+    (row,) = rows
+    costs, assumed = row.get("costs") or {}, row.get("assumed") or {}
+    before, now = dict(assumed.get("slowdown", ())), dict(costs.get("slowdown", ()))
+    lines: list[tuple[str, ...]] = []
+    if not _is_measured(row):
+        lines.append((row["row"], outcome_text(row), NONE))
+    for n in sorted({*before, *now}):
+        times = times_cell(now.get(n)), times_cell(before.get(n))
+        lines.append((f"{n} rows a chunk, time / whole", *times))
+    for name, text, scale in _COSTS:
+        in_unit = lambda value, scale=scale: f"{value * scale:,.1f}"
+        lines.append((text, *(text_of(found.get(name), in_unit) for found in (costs, assumed))))
+    return Table(case, ("", "measured", "assumed before"), tuple(lines))
+
+
+def tests_table(case: str, rows: Rows) -> Table:
+    counts: Columns = {
+        key: lambda row, key=key: str(row.get(key, NONE))  # type: ignore[misc]
+        for key in ("passed", "failed", "skipped", "seconds")
+    }
+    text = lambda row: row["text"] or ("" if _is_measured(row) else row["status"])
+    return Table.of(case, rows, {"file": lambda row: row["row"], **counts, "": text})
+
+
+def longest_table(case: str, rows: Rows) -> Table:
+    """The longest sequences, and beside them what was predicted."""
+    lengths = next((r.get("lengths") or {} for r in rows if r["row"] == longest.PREDICTION), {})
+    relative = lambda row: times_cell(quotient(row.get("length"), lengths.get(row["row"])))
+    columns: Columns = {
+        "": lambda row: row["row"],
+        "tokens": lambda row: _or_outcome(row, lambda row: tokens(row["length"])),
+        "predicted tokens": lambda row: tokens(lengths.get(row["row"])),
+        "measured / predicted": _if_measured(relative),
+        "peak GiB": lambda row: gib(row.get("peak_bytes")),
+        "step s": lambda row: results.seconds_cell(row.get("median_s")),
+    }
+    done = MEASURED, DRY  # a prediction has a row of its own where it failed
+    shown = [r for r in rows if r["row"] != longest.PREDICTION or r["status"] not in done]
+    return Table.of(f"longest sequence within {case}", shown, columns)
+
+
+# ---- cells -------------------------------------------------------------------------------------
+def outcome_text(outcome: Outcome) -> str:
+    """An outcome on one line, without the row's name."""
+    status = outcome["status"]
+    if status not in (MEASURED, DRY):
+        return status + (f": {outcome['text']}" if outcome["text"] else "")
+    words = ["dry"] if status == DRY else []
+    if "passed" in outcome:
+        words.append(f"{outcome['passed']} passed in {outcome['seconds']:.0f} s")
+    if outcome.get("length"):
+        words.append(f"{tokens(outcome['length'])} tokens")
+    if status == MEASURED:
+        if outcome.get("median_s") is not None:
+            words.append(f"{milliseconds(outcome)} ms")
+        if outcome.get("peak_bytes") is not None:
+            words.append(f"peak {gib(outcome['peak_bytes'])} GiB")
+        if outcome.get("ratio"):
+            words.append(f"{outcome['ratio'][0]:.2f}x Inductor's time")
+    if outcome.get("simulated_bytes"):
+        words.append(f"simulated {gib(outcome['simulated_bytes'])} GiB")
+    for name, length in (outcome.get("lengths") or {}).items():
+        words.append(f"{name} {tokens(length)}")
+    return ", ".join(words) or outcome["text"] or status
+
+
+def milliseconds(outcome: Outcome) -> str:
+    value = 1e3 * outcome["median_s"]
+    return f"{value:.0f}" if value >= 1000 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def tflops(outcome: Outcome) -> str:
+    return text_of(outcome.get("flops_per_s"), lambda rate: f"{rate / 1e12:.0f}")
+
+
+def share_of_limit(outcome: Outcome, header: Data) -> str:
+    """The rate of a step as a share of the card's, by its data sheet."""
+    share = quotient(outcome.get("flops_per_s"), limit_flops_per_s(header))
+    return text_of(share, lambda share: f"{100 * share:.0f} %")
+
+
+def limit_flops_per_s(header: Data) -> float | None:
+    """Dense bfloat16 operations a second of the card; None where its kind is not known."""
+    capability = header.get("capability")
+    kind = gpu_like(header["card"], (capability[0], capability[1])) if capability else None
+    if kind is None:
+        return None
+    kind = kind.with_multiprocessors(header["multiprocessors"])
+    return 1e6 * kind.flops_per_us.get(torch.bfloat16, math.nan)
+
+
+def gib(size: int | None) -> str:
+    return text_of(size, lambda size: f"{size / GIB:.2f}")
+
+
+def tokens(count: int | None) -> str:
+    return text_of(count, "{:,}".format)
+
+
+def _estimate(row: Outcome) -> str:
+    """The time relative to Inductor's by the cost model, and how far it is from the measured."""
+    estimated, ratio = row.get("estimated"), row.get("ratio")
+    text = times_cell(estimated)
+    if estimated is None or ratio is None or not _is_measured(row):
+        return text
+    return f"{text} ({100 * (estimated / ratio[0] - 1):+.0f} %)"
+
+
+def _is_measured(row: Outcome) -> bool:
+    return bool(row["status"] == MEASURED)
+
+
+def _if_measured(cell: Callable[[Outcome], str]) -> Callable[[Outcome], str]:
+    """Cells of measured rows; empty in the others."""
+    return lambda row: cell(row) if _is_measured(row) else NONE
+
+
+def _or_outcome(row: Outcome, cell: Callable[[Outcome], str]) -> str:
+    """A cell of a measured row; what happened instead in any other."""
+    if _is_measured(row):
+        return cell(row)
+    return "dry" if row["status"] == DRY else outcome_text(row)
+
+
+def _triple(row: Outcome) -> Ratio | None:
+    ratio = row.get("ratio")
+    return None if ratio is None else (ratio[0], ratio[1], ratio[2])
+
+
+# ---- the files -----------------------------------------------------------------------------------
 JSON_FILE, PAGE_FILE, MARK = "gpu.json", "gpu.md", "gpu"
 README = ROOT / "README.md"
 _NOTHING = "Nothing has been measured on a GPU yet."
@@ -64,7 +267,7 @@ def section(data: Data | None) -> str:
     if data is None:
         return f"{_NOTHING}\n"
     lines = [*([_DRY, ""] if data["header"]["dry"] else []), *machine_lines(data)]
-    for name, found in tables.all_tables(data).items():
+    for name, found in all_tables(data).items():
         what = f"`mstpass bench gpu --part {name}`: {PARTS[name].what}."
         lines += ["", f"## {_TITLES[name]}", "", what]
         for table in found:
@@ -135,9 +338,9 @@ def _head_lines(data: Data) -> list[str]:
     columns: Columns = {
         "": _name,
         "peak GiB": lambda row: gib(row["peak_bytes"]),
-        "time ms": tables.milliseconds,
-        "TFLOP/s": tables.tflops,
-        "of the limit": lambda row: tables.share_of_limit(row, data["header"]),
+        "time ms": milliseconds,
+        "TFLOP/s": tflops,
+        "of the limit": lambda row: share_of_limit(row, data["header"]),
         "time / Inductor": lambda row: ratio_cell(row["ratio"]),
     }
     size = f"{rows[0]['case']}, d={heads.WIDTH}, V={heads.VOCABULARY}, bf16"

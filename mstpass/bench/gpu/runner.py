@@ -3,20 +3,70 @@
 Nothing that a worker does ends the run. A row whose process dies, hangs or runs out of memory has
 that as its outcome, and a new process measures the rows after it. When the time is over, the rows
 that are left are written down as not run; a later call tries them again.
+
+The parts of the benchmark, in the order in which they run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mstpass.bench.gpu.job import job_data
-from mstpass.bench.gpu.parts import Part
-from mstpass.bench.gpu.process import RESTART, Event, WorkerProcess
-from mstpass.bench.gpu.rows import FAILED, OUT_OF_TIME, TOO_LONG, Case, Outcome, Settings, is_final
-from mstpass.bench.gpu.state import State
+from mstpass.bench.gpu import cuda_tests, heads, llama, longest
+from mstpass.bench.gpu.job import RESTART, Event, Job, WorkerProcess, job_data
+from mstpass.bench.gpu.state import (
+    FAILED,
+    OUT_OF_TIME,
+    TOO_LONG,
+    Case,
+    Outcome,
+    Settings,
+    State,
+    is_final,
+)
 
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the benchmark.
+
+    Attributes:
+        what: what it measures, in words.
+        share: its part of a call's time; what it does not use is left to the parts after it.
+        cases: its cases.
+        work: measures the wanted rows of a job, in a worker.
+        environment: variables of its workers.
+    """
+
+    name: str
+    what: str
+    share: float
+    cases: Callable[[Settings], Sequence[Case]]
+    work: Callable[[Job], None]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_ALL = (
+    Part(cuda_tests.NAME, "the CUDA tests", 2, cuda_tests.cases, cuda_tests.work),
+    Part(heads.LOOPS, "loops and what their chunks cost", 2, heads.loop_cases, heads.loop_work),
+    Part(heads.NAME, "LM heads at Llama-3 sizes", 3, heads.cases, heads.work),
+    Part(llama.NAME, "Llama-3-8B-shaped blocks by budget", 3, llama.cases, llama.work),
+    Part(
+        longest.NAME,
+        "the longest sequence that fits",
+        4,
+        longest.cases,
+        longest.work,
+        # as `mstpass plan` assumes: no gaps between tensors
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    ),
+)
+PARTS: Mapping[str, Part] = {part.name: part for part in _ALL}
+
+
+# ---- the runner ----------------------------------------------------------------------------------
 LEAST_S = 20.0  # with less time than this left, no process is started
 
 Launch = Callable[[Mapping[str, Any], Mapping[str, str]], WorkerProcess]  # of a job and variables

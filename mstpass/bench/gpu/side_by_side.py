@@ -7,95 +7,39 @@ row is finished, and kept, before the next one starts.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mstpass
 from mstpass.bench import comparison
 from mstpass.bench.comparison import Contender, Outcome, compare_outcomes, error_text
-from mstpass.bench.figures import Row, write_plan
 from mstpass.bench.gpu.device import time_in_turn
 from mstpass.bench.gpu.job import Job, Restart
-from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED
-from mstpass.bench.models import LossFn, Step
+from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED, Case
+from mstpass.bench.models import Step, Work
+from mstpass.bench.results import Row, write_plan
 from mstpass.torch_internals.caches import fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
 # relative errors of bfloat16 results, whose sums are rounded in different orders
-VALUE_TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.05
+TOLERANCES = 0.01, 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to run a workload.
-
-    Attributes:
-        contender: compiles a loss function.
-        fn: computes the loss from the workload's arguments; None: as the workload does.
-        options: mst's options; None for other ways.
-        missing: why it cannot be run here.
-        own_kernels: it launches kernels of its own, which cannot be traced without a GPU.
-        from_peaks: makes the way from the peaks of earlier rows in bytes, by row.
-    """
-
-    contender: Contender
-    fn: Callable[..., Tensor] | None = None
-    options: Mapping[str, Any] | None = None
-    missing: str = ""
-    own_kernels: bool = False
-    from_peaks: Callable[[Mapping[str, int]], Way] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.contender.name
+Build = Callable[[torch.device], Work]  # makes the work on a device
+Measured = Mapping[str, tuple[Build, Sequence[Contender]]]  # by name of the case
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A training step.
-
-    Attributes:
-        fn: computes the loss, or another value, from ``args``.
-        leaves: tensors whose gradients are computed.
-        tangent: gradient of the value, where that is not a scalar.
-        flops: floating-point operations of a step, nothing counted twice.
-    """
-
-    fn: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    leaves: Sequence[Tensor]
-    tangent: Tensor | None = None
-    flops: float | None = None
-
-    def loss_fn(self, way: Way) -> LossFn:
-        fn = way.fn or self.fn
-        return lambda: fn(*self.args)
-
-    def step(self, loss_fn: LossFn) -> Step:
-        return Step(loss_fn, self.leaves, self.tangent)
+def cases_of(part: str, measured: Measured, limit_s: float) -> list[Case]:
+    return [
+        Case(part, name, tuple(way.name for way in ways), limit_s)
+        for name, (_, ways) in measured.items()
+    ]
 
 
-Build = Callable[[torch.device], Workload]  # makes the workload on a device
-
-
-def inductor() -> Way:
-    return Way(comparison.inductor())
-
-
-def mst(name: str = comparison.MST, **options: Any) -> Way:
-    return Way(comparison.mst(name, **options), options=options)
-
-
-def eager(name: str = "eager", fn: Callable[..., Tensor] | None = None, **rest: Any) -> Way:
-    return Way(comparison.eager(name), fn, **rest)
-
-
-def measure(job: Job, build: Build, ways: Sequence[Way]) -> None:
+def measure(job: Job, build: Build, ways: Sequence[Contender]) -> None:
     """Measure the wanted rows of a job; the name of a way is that of its row."""
     bench = _Bench(job, build) if job.device.runs else _DryBench(job, build)
     for number, way in enumerate(ways):
@@ -134,12 +78,12 @@ class _Bench:
         torch.compiler.reset()
         self._job, self._build = job, build
         with job.device.tensors():
-            self._workload = build(job.device.torch_device)
+            self._work = build(job.device.torch_device)
         self._base: tuple[str, Step] | None = None
         self._reference: Outcome | None = None
         self.peaks = dict(_peaks(job.known.outcomes))
 
-    def add_base(self, way: Way, wanted: bool) -> None:
+    def add_base(self, way: Contender, wanted: bool) -> None:
         """Prepare the first way, and measure it if its row is wanted."""
         known = self._job.known.outcomes.get(way.name)
         if not wanted and known is not None and known["status"] != MEASURED:
@@ -149,24 +93,23 @@ class _Bench:
         if wanted:
             self._finish(way, row, {way.name: step})
 
-    def add(self, way: Way) -> None:
+    def add(self, way: Contender) -> None:
         row, step = self._first(way)[:2]
         base = dict([self._base]) if self._base is not None else {}
         self._finish(way, row, {**base, way.name: step})
 
-    def _first(self, way: Way) -> tuple[Row, Step, Outcome]:
+    def _first(self, way: Contender) -> tuple[Row, Step, Outcome]:
         """Compile and run a way, and compare its value and gradients with the first way's."""
         row = Row(way.name)
-        step = self._workload.step(way.contender.build(self._workload.loss_fn(way)))
+        step = self._work.step(way.build(self._work.loss_fn(way.loss_fn)))
         with fresh_cache():  # a hit would hide the compile time, and whether the auto_chunker ran
-            outcome = comparison.first_call(way.contender, step, row)
+            outcome = comparison.first_call(way, step, row)
             step()  # kernels that are loaded late are still in the cache
         if self._reference is not None and self._base is not None:
-            tolerances = VALUE_TOLERANCE, GRADIENT_TOLERANCE
-            compare_outcomes(row, outcome, self._reference, self._base[0], tolerances)
+            compare_outcomes(row, outcome, (self._base[0], self._reference), TOLERANCES)
         return row, step, outcome
 
-    def _finish(self, way: Way, row: Row, steps: Mapping[str, Step]) -> None:
+    def _finish(self, way: Contender, row: Row, steps: Mapping[str, Step]) -> None:
         device, job = self._job.device, self._job
         step = steps[way.name]
         self.peaks[way.name] = row.peak_bytes = device.peak_bytes(step)
@@ -174,19 +117,19 @@ class _Bench:
             seconds = time_in_turn(device, steps, job.settings.quick)
         base = seconds[self._base[0]] if self._base is not None else None
         row.seconds = seconds[way.name]
-        job.finish(way.name, MEASURED, clocks=device.clocks(), **figures(row, base, self._workload))
+        job.finish(way.name, MEASURED, clocks=device.clocks(), **figures(row, base, self._work))
 
 
 class _DryBench(_Bench):
     """Traces and plans ways without a device, and runs all that computes figures."""
 
-    def add_base(self, way: Way, wanted: bool) -> None:
-        self._base = way.name, self._workload.step(self._workload.loss_fn(way))
+    def add_base(self, way: Contender, wanted: bool) -> None:
+        self._base = way.name, self._work.step(self._work.loss_fn(way.loss_fn))
         if wanted:
             self.add(way)
 
-    def add(self, way: Way) -> None:
-        row, step = Row(way.name), self._workload.step(self._workload.loss_fn(way))
+    def add(self, way: Contender) -> None:
+        row, step = Row(way.name), self._work.step(self._work.loss_fn(way.loss_fn))
         extra: dict[str, Any] = {}
         if way.own_kernels:
             row.plan = "not traced: it launches kernels of its own"
@@ -204,7 +147,7 @@ class _DryBench(_Bench):
         seconds = time_in_turn(self._job.device, steps, self._job.settings.quick)
         row.peak_bytes, row.seconds = self._job.device.peak_bytes(step), seconds[way.name]
         base = seconds[next(iter(seconds))]
-        self._job.finish(way.name, DRY, **figures(row, base, self._workload), **extra)
+        self._job.finish(way.name, DRY, **figures(row, base, self._work), **extra)
 
 
 def _peaks(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
@@ -226,7 +169,7 @@ def explained(
     return mstpass.explain(fn, *args, options={"strict": True, **options}, device="cuda")
 
 
-def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[str, Any]:
+def figures(row: Row, base: Sequence[float] | None, work: Work) -> dict[str, Any]:
     """The figures of a row, with its times against the base's of the same rounds."""
     ratios = [a / b for a, b in zip(row.seconds, base, strict=True)] if base else []
     median_s = statistics.median(row.seconds)
@@ -238,7 +181,7 @@ def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[
         "median_s": median_s,
         "base_seconds": list(base or ()),
         "ratio": [statistics.median(ratios), min(ratios), max(ratios)] if ratios else None,
-        "flops_per_s": workload.flops / median_s if workload.flops else None,
+        "flops_per_s": work.flops / median_s if work.flops else None,
         "first_call_s": row.first_call_s,
         "value_error": row.value_error,
         "gradient_error": row.gradient_error,

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from mstpass.bench.gpu.device import CudaDevice, Device, NoDevice
-from mstpass.bench.gpu.job import Job, Restart, job_from
-from mstpass.bench.gpu.parts import PARTS
-from mstpass.bench.gpu.process import RESTART, Event
+from mstpass.bench.gpu.job import RESTART, Event, Job, Restart, job_from
+from mstpass.bench.gpu.runner import PARTS
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Models of many Hugging Face architectures at a chosen scale.
+"""Models of many Hugging Face architectures at a chosen scale, with batches and losses.
 
 They are built from configurations; nothing is downloaded. MLPs are 1.5 to 4 times as wide as the
 model, and vocabularies much wider, as in the real models.
@@ -6,9 +6,139 @@ model, and vocabularies much wider, as in the real models.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from mstpass.bench.huggingface_architecture import Architecture, Scale, Sizes
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+Sizes = dict[str, Any]
+
+_DEPTH = {
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Sizes that all architectures share, as far as they have them; by default tiny ones.
+
+    Attributes:
+        mlp_width: of gated MLPs; the others are four times as wide as the model.
+        expert_width: of each expert, where experts have a width of their own.
+        image_edge: in pixels; patches have four by four.
+        longest_scan: of architectures whose scan is traced token by token; more sequences in turn.
+    """
+
+    vocabulary: int = 600
+    width: int = 32
+    heads: int = 4
+    mlp_width: int = 96
+    expert_width: int = 64
+    experts: int = 4
+    layers: int = 2
+    batch: int = 2
+    length: int = 80
+    image_edge: int = 32
+    images: int = 4
+    longest_scan: int = 80
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    def __str__(self) -> str:
+        return (
+            f"d={self.width}, L={self.layers}, {self.heads} heads, l={self.mlp_width} or "
+            f"{4 * self.width}, V={self.vocabulary}, N={self.batch * self.length} (B={self.batch})"
+        )
+
+
+TINY = Scale()
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How to build one: the names of its classes in transformers and its configuration.
+
+    Attributes:
+        images: whether it reads images and not tokens.
+        scan: whether it reads one token after the other.
+        alike: whether all its layers are alike, so that one shows what is taken of each.
+        float64: whether torch has all its ops in float64.
+        loss_type: of transformers, where the name of the class does not tell.
+    """
+
+    model: str
+    config: str
+    sizes: Sizes
+    scale: Scale
+    images: bool = False
+    scan: bool = False
+    alike: bool = True
+    float64: bool = True
+    loss_type: str | None = None
+
+    def build(
+        self, dropout: float = 0.0, layers: int | None = None, seed: int = 0, **others: Any
+    ) -> nn.Module:
+        """The model in training mode.
+
+        Args:
+            layers: as many as this instead of the scale's.
+            others: sizes in the place of the architecture's.
+        """
+        import transformers
+
+        own = {} if layers is None or not self.alike else dict.fromkeys(self._depth(), layers)
+        config = getattr(transformers, self.config)(**{**self.sizes, **own, **others})
+        _set_dropout(config, dropout)
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(transformers, self.model)(config)
+        if self.loss_type is not None:
+            model.loss_type = self.loss_type  # type: ignore[assignment]
+        return model.train()
+
+    def _depth(self) -> set[str]:
+        return _DEPTH & self.sizes.keys()
+
+    def batch(self) -> Batch:
+        torch.manual_seed(1)
+        scale = self.scale
+        if self.images:
+            edge, images = scale.image_edge, scale.images
+            return {
+                "pixel_values": torch.randn(images, 3, edge, edge),
+                "labels": torch.randint(0, 10, (images,)),
+            }
+        length = min(scale.length, scale.longest_scan) if self.scan else scale.length
+        batch = scale.batch * scale.length // length
+        ids = torch.randint(3, scale.vocabulary, (batch, length))
+        labels = ids.clone()
+        labels[:, :5] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    def loss_of(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda **batch: model(**batch).loss
+
+
+def _set_dropout(config: Any, p: float) -> None:
+    """Every kind of dropout that a configuration knows; whole layers are never dropped."""
+    for name, value in vars(config).items():
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            if "layerdrop" in name:
+                setattr(config, name, 0.0)
+            elif "dropout" in name or "pdrop" in name:
+                setattr(config, name, p)
+
 
 TOKENS: Sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -210,3 +340,61 @@ def _encoder_decoders(scale: Scale) -> dict[str, Architecture]:
         "t5": Architecture("T5ForConditionalGeneration", "T5Config", t5, scale),
         "bart": Architecture("BartForConditionalGeneration", "BartConfig", bart, scale),
     }
+
+
+# ---- small ones with their own losses ------------------------------------------------------------
+MEDIUM = Scale(4096, 256, mlp_width=768, layers=3, length=512)
+_SIZES = ("width", "layers", "mlp_width", "vocabulary", "batch", "length")
+
+
+def sized(*values: int, **named: int) -> Scale:
+    """One that differs from ``MEDIUM`` in the first of these sizes, or in named ones."""
+    return dataclasses.replace(MEDIUM, **dict(zip(_SIZES, values, strict=False)), **named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An architecture by its name, its precision, and its dropout probability."""
+
+    name: str
+    architecture: str
+    autocast: bool
+    dropout: float = 0.0
+
+    @property
+    def wins_exactly(self) -> bool:
+        """Whether the exact rules reconstruct a value: they need casts or dropout masks."""
+        return self.autocast or self.dropout > 0
+
+    def __str__(self) -> str:
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.name}, {'autocast bf16' if self.autocast else 'fp32'}{dropout}"
+
+    def build(self, scale: Scale, seed: int = 0) -> nn.Module:
+        """The model, with positions for a batch alone; its MLPs are as wide as gated ones."""
+        names = ("max_position_embeddings", "n_positions"), ("intermediate_size", "n_inner")
+        values = max(512, scale.length), scale.mlp_width
+        sizes = {n: value for each, value in zip(names, values, strict=True) for n in each}
+        return architectures(scale)[self.architecture].build(self.dropout, seed=seed, **sizes)
+
+
+def workload(case: Case, size: Scale, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """A model in training mode, and token ids. The weights of norms are random, not all one."""
+    model = case.build(size).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model, torch.randint(3, size.vocabulary, (size.batch, size.length), device=device)
+
+
+def loss_of(case: Case, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model's own loss as a function of token ids, in the precision of the case."""
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        context = torch.autocast(ids.device.type, torch.bfloat16, enabled=case.autocast)
+        with context if case.autocast else contextlib.nullcontext():
+            value: torch.Tensor = model(input_ids=ids, labels=ids).loss
+            return value
+
+    return loss
