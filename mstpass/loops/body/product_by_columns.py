@@ -21,11 +21,11 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import numel
+from mstpass.graph.recompute_rules import compared
 from mstpass.graph.tokens import Spec
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
-_EXTREMA = (aten.amax.default, aten.amin.default)
 
 
 def products_by_columns(members: Mapping[fx.Node, Spec | None]) -> set[fx.Node]:
@@ -51,9 +51,7 @@ def have_equals(products: Iterable[fx.Node]) -> bool:
     """
     follows = lambda user: ops.is_view(user) or ops.is_pointwise(user)
     wide = walk_once(products, lambda node: filter(follows, node.users))
-    maxima = (user for node in wide for user in node.users if user.target in _EXTREMA)
-    shown = walk_once(maxima, lambda node: filter(ops.is_view, node.users))
-    return any(user.target is aten.eq.Tensor for node in shown for user in node.users)
+    return any(compared(user) for node in wide for user in node.users)
 
 
 def _reads(reduction: fx.Node, wide: int) -> bool:
