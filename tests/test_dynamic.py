@@ -376,3 +376,14 @@ def test_the_generic_point_of_inputs_labels_and_masks_is_small() -> None:
     point = sizes._GenericPoint([sympy.Eq(a, b), sympy.Eq(c, d), sympy.Eq(b * d, e * f)])
     assert point.value(a * c) == point.value(e * f) == point.value(b * d)
     assert point.value(a * c) < 2**42
+
+
+def test_the_generic_point_of_shifted_logits_and_labels() -> None:
+    """``logits[:, :-1]`` and ``labels[:, 1:]``, each with a batch and a length of its own."""
+    a, b, c, d = sympy.symbols("a b c d", integer=True, positive=True)
+    logits, labels = a * (b - 1), c * (d - 1)
+    point = sizes._GenericPoint([sympy.Eq(logits, labels)])
+    assert point.value(logits) == point.value(labels) < 2**42
+    assert len(set(map(point.value, (a, b, c, d, a * b, c * d)))) == 6
+    others = sizes._GenericPoint([sympy.Eq(a * (b - 1), 4 * (c - 1)), sympy.Eq(a * b, c * d)])
+    assert others.value(a * b) == others.value(c * d)

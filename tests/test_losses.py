@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import mstpass
 from mstpass.torch_internals.caches import counters
@@ -165,6 +167,38 @@ def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
     new, (name,) = move_slices(JointGraph(graph, outputs))
     assert graph_text(graph) == before
     assert tuple(new.by_name[name].meta["val"].shape) == (400, VOCAB)
+
+
+class _OtherBits(fx.Interpreter):
+    """Products of other shapes differ in their last bits, as those of kernels may."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        return result * (1 + 1e-6 * len(result)) if target is torch.ops.aten.mm.default else result
+
+
+def test_what_equals_a_maximum_is_found_in_fewer_rows() -> None:
+    """Backward computes the wide values of an MLP again, and their maximum, for a slice's rows."""
+    from mstpass.graph.joint import JointGraph
+    from mstpass.normalize.move_token_slices import move_slices
+
+    up, down, head = (
+        torch.randn(*size, requires_grad=True) for size in ((16, 640), (640, 16), (16, 600))
+    )
+
+    def step(x: Tensor, up: Tensor, down: Tensor, head: Tensor) -> Tensor:
+        wide = (x @ up).softmax(-1)
+        x = x + (wide / wide.amax(-1, keepdim=True)) @ down
+        return (x @ head)[:, 2:].square().mean()
+
+    inputs = torch.randn(3, 7, 16), up, down, head
+    joint = JointGraph(*joint_graph(step, *inputs))
+    moved, names = move_slices(joint)
+    assert names
+    right, found = (
+        _OtherBits(one.copy().module).run(*inputs, torch.tensor(1.0)) for one in (joint, moved)
+    )
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:

@@ -15,10 +15,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.joint import value_of
 from mstpass.graph.op_rows.row import CHEAP, PINNED
 from mstpass.graph.op_table import may_draw
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.graphs import is_opaque
+from mstpass.walk import walk_once
+
+aten = torch.ops.aten
+_EXTREMA = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -56,3 +61,22 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if has_argument(node, "dropout_p"):
         return bool(argument(node, "dropout_p") != 0.0)
     return True
+
+
+def compared(node: fx.Node) -> set[fx.Node]:
+    """A maximum, its views, the flags of values that equal it, and how many these are.
+
+    Values that are computed again in another form may differ from it in their last bits. Nothing if
+    there are no such flags.
+    """
+    if node.target not in _EXTREMA:
+        return set()
+    found = {*walk_once([node], lambda one: filter(_shows, one.users))}
+    return found if any(one.target is aten.eq.Tensor for one in found) else set()
+
+
+def _shows(user: fx.Node) -> bool:
+    if user.target is aten.eq.Tensor or ops.is_view(user) or ops.is_copy(user):
+        return True
+    values = list(map(value_of, user.all_input_nodes))
+    return all(value is not None and value.dtype == torch.bool for value in values)

@@ -7,9 +7,9 @@ the passes never compare symbolic sizes themselves, but two kinds of plain ints:
 
     generic  the value of the size at one fixed point, the *generic point*. There each symbol is a
              large number of its own, except that equalities hold on which the graph is guarded
-             anyway, such as ``s0*s1 == s2*s3`` of inputs and labels. Two sizes that are equal there
-             are equal for every batch, barring a coincidence, which the checks of a chunk's shapes
-             would find. Decisions about structure use this value.
+             anyway, such as ``s0*(s1 - 1) == s2*(s3 - 1)`` of logits and labels. Two sizes that are
+             equal there are equal for every batch, barring a coincidence, which the checks of a
+             chunk's shapes would find. Decisions about structure use this value.
     hint     the value of the size in the batch at hand: the one with which the graph was traced, or
              the one that is planned for (torch_internals/batch_sizes.py). A number of rows that
              the data decides has none, and is taken at its most. Estimates of bytes and time use
@@ -69,7 +69,10 @@ def generic(size: Size) -> int:
 
 
 class _GenericPoint:
-    """A value for each symbol, such that given equalities between products of symbols hold."""
+    """A value for each symbol, such that given equalities between products hold.
+
+    Their factors are symbols, of which one can be solved for, or sums.
+    """
 
     def __init__(self, equalities: Iterable[sympy.Eq]):
         self.known: dict[sympy.Expr, int] = {}
@@ -80,8 +83,9 @@ class _GenericPoint:
         # A solution such as s2 = s0*s1/s3 is an integer if the value of s0 is a multiple of s3's.
         self.factors: dict[sympy.Symbol, int] = {}
         for numerator, denominator in map(sympy.fraction, self.solved.values()):
-            if denominator != 1:
-                multiple = min(numerator.free_symbols, key=str)
+            multiples = [base for base in numerator.as_powers_dict() if base.is_Symbol]
+            if denominator != 1 and multiples:
+                multiple = min(multiples, key=str)
                 factor = int(self._evaluate(denominator))
                 self.factors[multiple] = math.lcm(factor, self.factors.get(multiple, 1))
         if not all(self._evaluate(solution).is_Integer for solution in self.solved.values()):
@@ -95,10 +99,12 @@ class _GenericPoint:
     def _solve(self, ratio: sympy.Expr) -> None:
         """Solve "this product of powers is 1" for one of its symbols, if that is possible."""
         powers = ratio.as_powers_dict()
-        if not all(base.is_Symbol or base.is_number for base in powers):
+        if not all(base.is_Symbol or base.is_number or base.is_Add for base in powers):
             return
-        for symbol in sorted(ratio.free_symbols, key=str):
-            if abs(powers[symbol]) == 1 and len(ratio.free_symbols) > 1:
+        in_sums = {s for base in powers if base.is_Add for s in base.free_symbols}
+        symbols = ratio.free_symbols - in_sums
+        for symbol in sorted(symbols, key=str):
+            if abs(powers[symbol]) == 1 and len(symbols) > 1:
                 solution = (ratio / symbol ** powers[symbol]) ** -powers[symbol]
                 self.solved = {s: e.subs(symbol, solution) for s, e in self.solved.items()}
                 self.solved[symbol] = solution

@@ -28,6 +28,7 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, descendants, numel, value_of
+from mstpass.graph.recompute_rules import compared
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import generic, generic_shape
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
@@ -98,6 +99,8 @@ class _SliceMover(Partial):
         self.slices = [by_name[node.name] for node in sliced.slices]
         self.wide_numel = WIDE_OF_ANCHOR * numel(self.matmul)
         self.derived = descendants([self.matmul])  # and itself
+        # What equals a maximum is looked for in small values, so it is the maximum of these.
+        self.derived |= set[fx.Node]().union(*map(compared, rewriting.joint.nodes))
         first = self.slices[0]
         spec, rows = self._source_spec(first), row_index(first)
         super().__init__(rewriting, [first.meta["val"].shape[d] for d in spec])

@@ -38,12 +38,12 @@ from mstpass.graph.buffer_ops import is_product, parts_in_place
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel
 from mstpass.graph.products import joined, product_of
+from mstpass.graph.recompute_rules import compared
 from mstpass.graph.tokens import Spec
 from mstpass.plans import LoopPlan
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
-_EXTREMA = (aten.amax.default, aten.amin.default)
 
 
 def join_products(builder: Builder, loop: LoopPlan) -> None:
@@ -131,9 +131,7 @@ def have_equals(products: Iterable[fx.Node]) -> bool:
     """
     follows = lambda user: ops.is_view(user) or ops.is_pointwise(user)
     wide = walk_once(products, lambda node: filter(follows, node.users))
-    maxima = (user for node in wide for user in node.users if user.target in _EXTREMA)
-    shown = walk_once(maxima, lambda node: filter(ops.is_view, node.users))
-    return any(user.target is aten.eq.Tensor for node in shown for user in node.users)
+    return any(compared(user) for node in wide for user in node.users)
 
 
 def _reads(reduction: fx.Node, wide: int) -> bool:
