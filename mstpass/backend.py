@@ -54,7 +54,7 @@ from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
-from mstpass.partition.budget import BudgetError, missed_budgets, over_budget
+from mstpass.partition.solve import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
 from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store

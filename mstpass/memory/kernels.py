@@ -10,10 +10,16 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from mstpass.memory.concatenations import in_place
-from mstpass.memory.delayed_scatters import waits
-from mstpass.memory.kernel_fusion import fused_groups, in_order
-from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated
+from mstpass.memory.kernel_rules import (
+    NOTHING,
+    KernelValue,
+    combined,
+    fused_groups,
+    in_order,
+    in_place,
+    repeated,
+    waits,
+)
 from mstpass.problem.op import (
     CALL,
     CONSTANT,

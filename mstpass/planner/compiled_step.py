@@ -11,8 +11,8 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from mstpass.memory.program import Program
+from mstpass.memory.simulate_ops import HELD, StepMemory, Timeline
 from mstpass.memory.simulate_plan import simulate_plan
-from mstpass.memory.timeline import HELD, StepMemory, Timeline
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused

@@ -26,8 +26,7 @@ from mstpass.graph.source_location import source_of
 from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
 from mstpass.regions.advice import with_fix
-from mstpass.returned_logits.aten_calls import value_of
-from mstpass.returned_logits.find_logits import find_logits
+from mstpass.returned_logits.find_logits import find_logits, value_of
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.collectives import bucket_being_compiled
 from mstpass.torch_internals.dynamo import graph_break_after
