@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.captured import Captured, PlannedFor
+from mstpass.captured import Captured, PlannedFor, of_all_ranks, why_not_alike
 from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
@@ -56,7 +56,6 @@ from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
 from mstpass.partition.solve import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
-from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.no_plan import lost, warn_of_budget, without_plan

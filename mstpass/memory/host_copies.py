@@ -33,7 +33,6 @@ import itertools
 from collections.abc import Sequence, Set
 
 from mstpass.memory.reloads import TOLERABLE_STALL, Reload, reloads
-from mstpass.problem.host_memory import Host
 from mstpass.problem.op import (
     AWAIT_OFFLOAD,
     AWAIT_RELOAD,
@@ -44,7 +43,7 @@ from mstpass.problem.op import (
     ROWS_ON_HOST,
     VIEW,
 )
-from mstpass.problem.problem import Value
+from mstpass.problem.problem import Host, Value
 from mstpass.walk import walk
 
 _MARGIN = 1.25  # of a reload's time: it begins that much earlier than the estimate asks for

@@ -27,13 +27,13 @@ from mstpass.graph.repeated_collectives import may_repeat, sizes_agree
 from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import OptionError, Options
-from mstpass.problem.host_memory import Host
 from mstpass.problem.problem import (
     MAY_OFFLOAD,
     MUST_OFFLOAD,
     MUST_SAVE,
     RECOMPUTED,
     CutProblem,
+    Host,
     RegionModes,
     Value,
     with_needs,

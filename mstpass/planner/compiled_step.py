@@ -19,9 +19,8 @@ from mstpass.pipeline import collector_paused
 from mstpass.planner.allocator_replay import Event
 from mstpass.planner.result import Parts
 from mstpass.planner.traced_step import TracedStep
-from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import INPUT, POINTWISE, VIEW
-from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
+from mstpass.problem.problem import CutProblem, Plan, Value, is_loop, pinned_bytes
 
 FREE, LEAST = "free", 0.0  # values of memory_budget
 

@@ -2,7 +2,6 @@
 
 problem.py          ``CutProblem`` and all it consists of, and its answer, ``Plan``
 op.py               ``Op``: one node of a step, and the kinds of nodes
-host_memory.py      the host memory in which saved values may wait
 apply_modes.py      the problem with a mode chosen for each region
 saved_set.py        what backward recomputes and reads for a set of saved values, and whether
                     a plan gives it all it needs

@@ -60,7 +60,9 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]
-        closed = _Writer(problem, loops).write() if loops else _without_regions(problem)
+        closed = (
+            _Writer(problem, loops).write() if loops else dataclasses.replace(problem, regions=())
+        )
         if len(cache) == _CACHED:
             del cache[next(iter(cache))]
         cache[names] = closed
@@ -72,10 +74,6 @@ class _Cache:
 
     def __init__(self, problem: CutProblem):
         self.by_modes: dict[tuple[str, ...], CutProblem] = {}
-
-
-def _without_regions(problem: CutProblem) -> CutProblem:
-    return dataclasses.replace(problem, regions=())
 
 
 def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:

@@ -18,9 +18,16 @@ import dataclasses
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import ITEM
-from mstpass.problem.problem import MUST_OFFLOAD, MUST_SAVE, RECOMPUTED, CutProblem, Plan, Value
+from mstpass.problem.problem import (
+    MUST_OFFLOAD,
+    MUST_SAVE,
+    RECOMPUTED,
+    CutProblem,
+    Plan,
+    Value,
+    pinned_bytes,
+)
 from mstpass.walk import walk_once
 
 

@@ -224,7 +224,7 @@ class _Finder:
             calls = self.calls.of(node)
             if calls is None:
                 return None
-            products = [call for call in calls if _is_matmul(call)]
+            products = [call for call in calls if row_of(call.op).kind == "matmul"]
             if not all(map(_widens, products)):
                 return None
             others = (call.op for call in calls if call not in products and _is_other(call))
@@ -259,10 +259,6 @@ class _Finder:
 
 
 # ---- ops ---------------------------------------------------------------------------------------
-def _is_matmul(call: AtenCall) -> bool:
-    return row_of(call.op).kind == "matmul"
-
-
 def _widens(product: AtenCall) -> bool:
     factors = row_of(product.op).factors
     assert factors is not None, "the factors are known"

@@ -16,8 +16,7 @@ from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.low_memory_plans import every_checkpointed
 from mstpass.partition.solvers.offload import offloaded_within
-from mstpass.problem.host_memory import pinned_bytes
-from mstpass.problem.problem import CutProblem
+from mstpass.problem.problem import CutProblem, pinned_bytes
 from mstpass.problem.saved_set import must_offload
 
 _HOSTS, _SMALLER = 12, 2**-0.5  # for which checkpoints are tried; from one to the next

@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mstpass.partition.solvers.candidate import Candidate
-from mstpass.problem.host_memory import pinned_bytes
-from mstpass.problem.problem import MAY_OFFLOAD
+from mstpass.problem.problem import MAY_OFFLOAD, pinned_bytes
 
 
 def all_offloaded(
