@@ -110,7 +110,7 @@ class BudgetError(RuntimeError):
     """No plan stays within the memory budget; the message names the lowest peak found."""
 
 
-def peak_limit_bytes(problem: CutProblem, limit: Limit, solve: Solver) -> int | None:
+def peak_limit_bytes(problem: CutProblem, limit: Limit, solver: Solver) -> int | None:
     """The limit on the simulated peak that a solver is asked for; None: it is one of time."""
     if limit.is_free:
         return None
@@ -118,8 +118,8 @@ def peak_limit_bytes(problem: CutProblem, limit: Limit, solve: Solver) -> int | 
         return limit.peak_bytes
     if limit.is_least:
         return 0  # no plan meets it, so that solvers return the lowest peak that they find
-    highest = memory_of(problem, solve(problem, None)).peak_bytes
-    lowest = simulate_plan(problem, solve(problem, 0)).lowered_peak_bytes
+    highest = memory_of(problem, solver(problem, None)).peak_bytes
+    lowest = simulate_plan(problem, solver(problem, 0)).lowered_peak_bytes
     return int(lowest + limit.share * max(0, highest - lowest))
 
 
