@@ -6,7 +6,7 @@ Names are imported when they are asked for: the partition problem and its solver
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mstpass.integrations import accelerate_backends, dynamo_backend
+from mstpass.integrations import accelerate_backends, after_import
 
 if TYPE_CHECKING:
     from mstpass import gpus, measure
@@ -105,4 +105,4 @@ def __dir__() -> list[str]:
 
 # so that both know the backend's name; neither is imported here
 accelerate_backends.register()
-dynamo_backend.register()
+after_import.register()

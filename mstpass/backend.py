@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.captured import Captured, PlannedFor
+from mstpass.captured import Captured, PlannedFor, of_all_ranks, why_not_alike
 from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
@@ -54,9 +54,8 @@ from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
-from mstpass.partition.budget import BudgetError, missed_budgets, over_budget
+from mstpass.partition.solve import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
-from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
 from mstpass.report.graph_ends import lost, warn_of_budget, with_graph_ends, without_plan
 from mstpass.report.report import Report, ReportFileError

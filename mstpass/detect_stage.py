@@ -14,7 +14,7 @@ from mstpass.normalize import FOR_SECTIONS, normalized
 from mstpass.normalize.left_out import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
-from mstpass.partition.torch_fallback import TORCH_BUDGET
+from mstpass.partition.torch_partitioner import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import MIXED, ChunkPlan, Rejection
 from mstpass.regions.blocks import KIND as BLOCK

@@ -12,9 +12,12 @@ from mstpass.loops.mode_costs import WHOLE
 from mstpass.options import Options
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE, Candidate, lowest_saved_set, without_loops
+from mstpass.partition.solvers.free_bounds import (
+    loops_that_help,
+    only_loops_that_help,
+    within_free_time,
+)
 from mstpass.partition.solvers.free_plan import free_plan
-from mstpass.partition.solvers.free_time import within_free_time
-from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Mode

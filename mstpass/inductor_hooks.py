@@ -33,7 +33,7 @@ from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import BudgetError, of_sizes
+from mstpass.partition.solve import BudgetError, of_sizes
 from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
@@ -42,14 +42,13 @@ from mstpass.regions.advice import with_fix
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
-from mstpass.schedule.attention_masks import materialize_masks
-from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import (
     delay_recomputation,
+    host_copy_waits,
     is_inlined_operand,
     joined,
 )
-from mstpass.schedule.host_copy_waits import host_copy_waits
+from mstpass.schedule.finished_graphs import delay_scatters, materialize_masks
 from mstpass.torch_internals.aot_autograd import (
     is_backward,
     keep_donations_from_subgraphs,

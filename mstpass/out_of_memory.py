@@ -30,7 +30,7 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.captured import Captured
 from mstpass.inductor_hooks import DoesNotFitError, warn_of
 from mstpass.limit import Limit
-from mstpass.memory.failure import Failure, failure_of, is_out_of_memory
+from mstpass.memory.device_budget import Failure, failure_of, is_out_of_memory
 from mstpass.report.report import Report
 from mstpass.report.store import summary
 from mstpass.torch_internals.aot_autograd import CompiledFunctions, traces_backward_again

@@ -34,14 +34,14 @@ from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.view_storages import share_storages
 from mstpass.limit import Limit, simulated_limit
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.timeline import StepMemory
+from mstpass.memory.simulate_ops import StepMemory
 from mstpass.normalize import MASKS, READ
 from mstpass.normalize.left_out import NOTHING
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
-from mstpass.partition.budget import BudgetError, infeasible, missed_budgets
-from mstpass.partition.inductor_alone import inductor_alone
-from mstpass.partition.solvers.host_budget import more_host_memory
+from mstpass.partition.solve import BudgetError, infeasible, missed_budgets
+from mstpass.partition.solvers.least_host_memory import more_host_memory
+from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem

@@ -28,14 +28,12 @@ from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.inputs_before_writes import as_copies
 from mstpass.normalize.left_out import LeftOut, convolutions_in_vain
 from mstpass.options import Options
-from mstpass.partition.build_problem import cut_problem
-from mstpass.partition.host import host_memory
-from mstpass.partition.inductor_alone import with_alone
-from mstpass.partition.reconstruct.of_plan import with_reconstruction
+from mstpass.partition.build_problem import cut_problem, host_memory
+from mstpass.partition.reconstruct import with_reconstruction
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, without_loops
 from mstpass.partition.split import split_joint
-from mstpass.partition.torch_fallback import needs_torch, split_by_torch
+from mstpass.partition.torch_partitioner import needs_torch, split_by_torch, with_alone
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan

@@ -14,7 +14,7 @@ import dataclasses
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
-from mstpass.problem.host_memory import pinned_bytes
+from mstpass.problem.problem import pinned_bytes
 
 FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"
 FLOAT32, INPUT = "float32", "input"  # ``LoopPlan.accumulate``

@@ -35,9 +35,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mstpass.captured import Captured, PlannedFor
 from mstpass.graph.sizes import hint
 from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
-from mstpass.length_ranges import RangePlan, Ranges
+from mstpass.length_ranges import Neighbours, RangePlan, Ranges, Values
 from mstpass.limit import Limit
-from mstpass.nearby_batches import Neighbours, Values
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
 from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again

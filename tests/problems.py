@@ -26,7 +26,7 @@ from mstpass.problem.problem import (
     Value,
     with_needs,
 )
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, verify
 
 KINDS = st.sampled_from([POINTWISE, POINTWISE, POINTWISE, REDUCTION, SCATTER, CALL, CALL])
 TAGS = st.sampled_from(["", "", "", "", MUST_SAVE, *RECOMPUTED])

@@ -6,8 +6,7 @@ from typing import Any
 
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.partition.solvers.checkpoints import _with_loops_pinned
-from mstpass.partition.solvers.forward_places import ForwardPlaces
+from mstpass.partition.solvers.checkpoints import ForwardPlaces, _with_loops_pinned
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.plans import SavePlan
 from mstpass.problem.apply_modes import with_modes

@@ -19,8 +19,7 @@ from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.budget import memory_of
-from mstpass.partition.solve import solve
+from mstpass.partition.solve import memory_of, solve
 from mstpass.partition.solvers.peak_search import peak_search
 from tests.attention_models import HEADS, WIDTH, Form, LatentLayer, Layer
 from tests.checks import check_against_float64, joint_graph, kinds

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from mstpass.schedule.attention_masks import materialize_masks
+from mstpass.schedule.finished_graphs import materialize_masks
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten

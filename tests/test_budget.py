@@ -17,11 +17,10 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_ops import Moment, StepMemory
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
-from mstpass.partition.budget import memory_of
-from mstpass.partition.solve import solve
+from mstpass.partition.solve import memory_of, solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan

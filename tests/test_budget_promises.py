@@ -21,8 +21,8 @@ from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.memory.simulate_graph import op_of
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
-from mstpass.partition.budget import missed_budgets, over_budget
 from mstpass.partition.build_problem import cut_problem
+from mstpass.partition.solve import missed_budgets, over_budget
 from mstpass.partition.solvers.candidate import TIE, known_plans
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.peak_search import peak_search

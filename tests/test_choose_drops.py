@@ -12,8 +12,7 @@ from mstpass.partition.reconstruct.choose_drops import Decision, choose_drops
 from mstpass.partition.reconstruct.rule import TOLERANT, Inverse
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.problem.saved_set import read_by_backward
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, read_by_backward, verify
 from tests.checks import examples
 from tests.problems import forwards
 

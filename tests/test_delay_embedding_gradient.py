@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from mstpass import inductor_hooks
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import scatters_to_delay
-from mstpass.schedule.delay_embedding_gradient import delay_scatters
+from mstpass.schedule.finished_graphs import delay_scatters
 from mstpass.torch_internals.fake_tensors import FakeTensor
 from mstpass.torch_internals.graphs import tree_map
 from tests.checks import compiled, errors, joint_graph

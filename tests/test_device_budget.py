@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import mstpass
-from mstpass import backend, rank_agreements
+from mstpass import backend, captured
 from mstpass.explainer import plan_step
 from mstpass.graph.graph_text import graph_text
 from mstpass.memory import device_budget
@@ -225,7 +225,7 @@ def test_the_least_of_the_ranks_is_what_counts(
     compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _leaves(monkeypatch, 140 * GIB)
-    monkeypatch.setattr(rank_agreements, "least_of_ranks", lambda number: Agreed(123 * 2**10))
+    monkeypatch.setattr(captured, "least_of_ranks", lambda number: Agreed(123 * 2**10))
     compiler.inputs = [x.requires_grad_() for x in compiler.inputs]  # evaluation asks nobody
     with pytest.warns(UserWarning, match="memory_budget=123.0 KiB cannot be met"):
         compiler.compile()

@@ -19,7 +19,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.loops import attention_modes, candidate_modes
 from mstpass.normalize.inputs_before_writes import overwritten_inputs
 from mstpass.options import Options
-from mstpass.partition.reconstruct import of_plan
+from mstpass.partition import reconstruct
 from mstpass.passes import runner
 from mstpass.passes.runner import InPlacePass, Pass, PassError, PassRunner
 from mstpass.regions import detect
@@ -32,7 +32,7 @@ LISTS = ("READ", "SIZES", "TOKENS", "FOR_SECTIONS", "HEADS", "ROWS")
 PASSES: dict[str, tuple[Any, str]] = {
     **{step.name: (normalize, name) for name in LISTS for step in getattr(normalize, name)},
     "masks_as_flags": (pipeline, "MASKS"),
-    "reconstruct": (of_plan, "RECONSTRUCT"),
+    "reconstruct": (reconstruct, "RECONSTRUCT"),
     "apply_plans": (pipeline_stages, "APPLY_PLANS"),
 }
 ONLY_WITH_ATTENTION = ("expand_to_rows", "gradients_in_parts")

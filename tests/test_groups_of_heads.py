@@ -10,7 +10,7 @@ from torch import fx
 
 import mstpass
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.sequences.groups_of_heads import Groups
+from mstpass.sequences.ulysses import Groups
 
 if not torch.distributed.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)

@@ -19,12 +19,19 @@ from mstpass.memory.host_copies import (
 )
 from mstpass.memory.reloads import Reload, reloads
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.partition.solvers.host_budget import least_host_bytes, more_host_memory
+from mstpass.partition.solvers.least_host_memory import least_host_bytes, more_host_memory
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.problem.host_memory import Host, pinned_bytes
 from mstpass.problem.op import CALL, INPUT, REDUCTION
-from mstpass.problem.problem import MAY_OFFLOAD, MUST_OFFLOAD, CutProblem, Plan, Value
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.problem import (
+    MAY_OFFLOAD,
+    MUST_OFFLOAD,
+    CutProblem,
+    Host,
+    Plan,
+    Value,
+    pinned_bytes,
+)
+from mstpass.problem.saved_set import InvalidPlan, verify
 
 LAYERS, BYTES, US = 6, 1024, 10.0
 times = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=12)

@@ -17,10 +17,9 @@ from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.partition.solvers import offload
 from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.peak_search import _with_offloading, peak_search
-from mstpass.problem.host_memory import Host
 from mstpass.problem.op import CALL, INPUT, VIEW
-from mstpass.problem.problem import MAY_OFFLOAD, CutProblem, Plan, Value
-from mstpass.problem.verify import InvalidPlan, checked_plan
+from mstpass.problem.problem import MAY_OFFLOAD, CutProblem, Host, Plan, Value
+from mstpass.problem.saved_set import InvalidPlan, checked_plan
 from tests.attention_models import WIDTH
 from tests.checks import check_against_float64, compiled
 from tests.host_on_cpu import host_on_cpu

@@ -19,10 +19,10 @@ from mstpass.graph.joint import JointGraph
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
-from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT
@@ -36,8 +36,7 @@ from mstpass.problem.problem import (
     loop_name,
     with_needs,
 )
-from mstpass.problem.saved_set import recomputed, saved_where
-from mstpass.problem.verify import verify
+from mstpass.problem.saved_set import recomputed, saved_where, verify
 from mstpass.torch_internals.aot_autograd import (
     merge_equal_nodes,
     min_cut_rematerialization_partition,
@@ -167,7 +166,7 @@ def test_where_torch_s_partitioner_fails_the_report_says_so(
     def fails(*_: Any) -> list[str]:
         raise ValueError("no cut")
 
-    monkeypatch.setattr("mstpass.partition.inductor_alone.saved_by_torch", fails)
+    monkeypatch.setattr("mstpass.partition.torch_partitioner.saved_by_torch", fails)
     module, outputs = _layers()
     found = pipeline.run(module, Options(), num_fwd_outputs=outputs).outcome
     (note,) = found.notes

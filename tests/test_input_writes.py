@@ -16,7 +16,7 @@ from mstpass.graph.input_writes import BEFORE_WRITE, is_input_write, unproven_wr
 from mstpass.graph.joint import JointGraph
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import Options
-from mstpass.partition.torch_fallback import needs_torch
+from mstpass.partition.torch_partitioner import needs_torch
 from mstpass.problem.op import REALIZED
 from tests import buffer_models as models
 from tests.checks import compiled, joint_graph

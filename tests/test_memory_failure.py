@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstpass.memory.failure import Failure, failure_of, is_out_of_memory
+from mstpass.memory.device_budget import Failure, failure_of, is_out_of_memory
 
 CPU_TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 100000 bytes."
 

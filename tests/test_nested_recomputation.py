@@ -18,8 +18,7 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
 from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
-from mstpass.partition.solvers.checkpoints import checkpoints
-from mstpass.partition.solvers.forward_places import ForwardPlaces
+from mstpass.partition.solvers.checkpoints import ForwardPlaces, checkpoints
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem import solver_registry

@@ -22,7 +22,7 @@ import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import MEASURED_OVER_SIMULATED
 from mstpass.options import OptionError
-from mstpass.partition.host import NoDeviceError
+from mstpass.partition.build_problem import NoDeviceError
 from tests.checks import check_against_float64, compiled
 from tests.host_on_cpu import host_on_cpu
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import backend
-from mstpass.memory.failure import is_out_of_memory
+from mstpass.memory.device_budget import is_out_of_memory
 from mstpass.out_of_memory import LeanerPlans
 from mstpass.torch_internals import aot_autograd
 from tests.checks import STRICT

@@ -24,8 +24,7 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.problem.saved_set import recomputed
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, recomputed, verify
 from tests.checks import examples, joint_graph
 from tests.models import Attention, Block, GatedMLP
 from tests.problems import forwards, residual_stream

@@ -20,7 +20,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.rewriting import Rewriting
 from mstpass.loops.apply_plans import apply_plans
 from mstpass.options import Options
-from mstpass.partition.reconstruct import of_plan
+from mstpass.partition import reconstruct
 from mstpass.passes import runner
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import InPlacePass, Pass, PassError, PassRunner
@@ -251,7 +251,7 @@ def test_a_pass_that_knows_no_loops_gets_none(in_production: None) -> None:
 def test_each_pass_gets_what_those_before_it_leave() -> None:
     valid = {NO_LOOPS}
     early = (*normalize.READ, normalize.MASKS, *normalize.SIZES, *normalize.TOKENS)
-    late = (pipeline_stages.APPLY_PLANS, of_plan.RECONSTRUCT)
+    late = (pipeline_stages.APPLY_PLANS, reconstruct.RECONSTRUCT)
     for step in (*early, *normalize.HEADS, *late):
         assert valid.issuperset(step.before), step.name
         valid = set(step.after)

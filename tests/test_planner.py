@@ -63,7 +63,7 @@ def test_eager_steps_hold_what_is_measured(tiny, recipe):
 
 def test_a_product_may_have_a_workspace(tiny, monkeypatch):
     """From torch 2.15 on each product allocates one, and an H100 is assumed."""
-    monkeypatch.setattr("mstpass.memory.cublas_workspace.frees_cublas_workspaces", lambda: True)
+    monkeypatch.setattr("mstpass.memory.workspaces.frees_cublas_workspaces", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     kept = eager_step(config_of(tiny), Training(), plain, 1024).parts.total
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE")

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.op_table import TABLE
 from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
-from mstpass.partition.reconstruct.encodings import decode, encode, encoding_of, low_dtype
+from mstpass.partition.reconstruct.rewrite_joint import decode, encode, encoding_of, low_dtype
 from mstpass.partition.reconstruct.rule import Writer
-from mstpass.partition.reconstruct.rules.value_ranges import excludes_zero, value_range
+from mstpass.partition.reconstruct.rules.functions import excludes_zero, value_range
 from mstpass.partition.reconstruct.table import RULE_BY_NAME
 
 Fn = Callable[..., torch.Tensor]

@@ -12,8 +12,8 @@ from mstpass.loops import attention_modes
 from mstpass.measure import peak_bytes
 from mstpass.memory.repeated_values import repeated_values
 from mstpass.memory.simulate_graph import step_ops
+from mstpass.memory.simulate_ops import StepMemory
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.memory.timeline import StepMemory
 from mstpass.options import Options
 from mstpass.schedule.delay_recomputation import copy_waits
 from tests.checks import compiled, joint_graph

@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstpass.sequences.documents import documents_of
-from mstpass.sequences.rules import PADDING, Rules, mask_of
+from mstpass.sequences.batch import documents_of
+from mstpass.sequences.rules import PADDING, Rules, attend, mask_of
 from mstpass.sequences.ulysses import copies_of_kv_heads
-from mstpass.sequences.whole_attention import attend
 from tests.ranks.launch import Found, run_ranks
 
 pytestmark = [

@@ -75,7 +75,7 @@ def test_recorded_problems_load_and_are_planned_without_torch() -> None:
     code = (
         "import sys, mstpass; from mstpass.bench import problems;"
         "from mstpass.partition.solvers import SOLVERS;"
-        "from mstpass.problem import apply_modes, problem_json, verify;"
+        "from mstpass.problem import apply_modes, problem_json, saved_set;"
         "from mstpass.memory import simulate_plan;"
         "assert SOLVERS['peak_search'](problems.load('mlps-1'), 0).saved is not None;"
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"

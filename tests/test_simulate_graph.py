@@ -15,8 +15,7 @@ import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import op_of
-from mstpass.memory.simulate_ops import simulate_ops
-from mstpass.memory.timeline import Timeline
+from mstpass.memory.simulate_ops import Timeline, simulate_ops
 from mstpass.problem.op import CALL, Op
 from tests.checks import compiled
 

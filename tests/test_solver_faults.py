@@ -22,9 +22,8 @@ from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.problem.solver_registry import registered
-from mstpass.problem.time_limit import TimeLimitError, within
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, verify
+from mstpass.problem.solver_registry import TimeLimitError, registered, within
 from tests.checks import op_by_op
 from tests.test_faults import told_by_a_right_step
 

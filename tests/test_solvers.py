@@ -20,8 +20,7 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, VIEW
 from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
-from mstpass.problem.saved_set import recomputed
-from mstpass.problem.verify import verify
+from mstpass.problem.saved_set import recomputed, verify
 from tests.checks import examples
 from tests.problems import every_plan, repeated_regions, steps
 

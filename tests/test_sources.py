@@ -68,24 +68,22 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
         ],
         "leaner plans, of which there are few",
     ),
-    "partition/reconstruct/encodings.py": dict.fromkeys(
+    "partition/reconstruct/rewrite_joint.py": dict.fromkeys(
         ["_low_dtype_of_loop_result", "low_dtype"], "loops in loops"
     ),
-    "partition/reconstruct/rules/value_ranges.py": dict.fromkeys(
-        ["value_range"], "to a given depth"
-    ),
+    "partition/reconstruct/rules/functions.py": dict.fromkeys(["value_range"], "to a given depth"),
     "partition/solve.py": dict.fromkeys(["_has_a_plan", "_verified", "solve"], "the next solver"),
     "partition/solvers/checkpoint_table.py": dict.fromkeys(
         ["CheckpointTable._nested", "CheckpointTable._solve_nested"], "levels of nested stops"
     ),
-    "partition/solvers/loops_that_help.py": dict.fromkeys(["_Search.accept"], "halves"),
+    "partition/solvers/free_bounds.py": dict.fromkeys(["_Search.accept"], "halves"),
     "partition/solvers/spend_slack.py": dict.fromkeys(["_Search.accept"], "halves"),
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),
-    "returned_logits/aten_calls.py": dict.fromkeys(["_static"], "nested results"),
+    "returned_logits/find_logits.py": dict.fromkeys(["_static"], "nested results"),
     "sequences/huggingface.py": dict.fromkeys(["_outermost"], "modules"),
     "sequences/ranks.py": dict.fromkeys(["_of_two_dims", "ranks_of"], "once more, for two dims"),
     "loops/candidate_modes.py": {"find_candidates": "without a budget, and then with one"},

@@ -16,8 +16,7 @@ from mstpass.limit import Limit
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
-from mstpass.partition.budget import memory_of
-from mstpass.partition.solve import solve
+from mstpass.partition.solve import memory_of, solve
 from mstpass.partition.solvers.choose_modes import (
     fastest_loops,
     least_memory_mode,

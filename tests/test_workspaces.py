@@ -11,11 +11,15 @@ import torch
 from torch import fx
 
 from mstpass.graph.op_table import TABLE, row_of
-from mstpass.memory import cublas_workspace
-from mstpass.memory.allocation import BLOCK, allocated_bytes
-from mstpass.memory.cublas_workspace import cublas_workspace_bytes, product_workspace_bytes
-from mstpass.memory.cuda_device import CudaDevice
-from mstpass.memory.workspaces import ON_CUDA, node_workspace_bytes, workspace_bytes
+from mstpass.memory import workspaces
+from mstpass.memory.allocation import BLOCK, CudaDevice, allocated_bytes
+from mstpass.memory.workspaces import (
+    ON_CUDA,
+    cublas_workspace_bytes,
+    node_workspace_bytes,
+    product_workspace_bytes,
+    workspace_bytes,
+)
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand
 from tests.test_simulate_graph import simulate_graph
@@ -190,8 +194,8 @@ def test_nothing_is_known_of_other_ops_and_devices() -> None:
 @pytest.fixture
 def each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from torch 2.15 on, without settings of the environment."""
-    monkeypatch.setattr(cublas_workspace, "frees_cublas_workspaces", lambda: True)
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", cublas_workspace._CACHE):
+    monkeypatch.setattr(workspaces, "frees_cublas_workspaces", lambda: True)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", workspaces._CACHE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -217,7 +221,7 @@ def test_the_workspace_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_older_versions_keep_the_workspace_of_the_first_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cublas_workspace, "frees_cublas_workspaces", lambda: False)
+    monkeypatch.setattr(workspaces, "frees_cublas_workspaces", lambda: False)
     product = _product("aten::mm", _operand(64, 64), _operand(64, 64))
     assert product_workspace_bytes(product, H100) == 0
     assert cublas_workspace_bytes((9, 0)) > 0

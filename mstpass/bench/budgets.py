@@ -33,7 +33,7 @@ from mstpass.bench.record import problem_of
 from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, quotient, text_of
 from mstpass.errors import require
 from mstpass.limit import MEASURED_OVER_SIMULATED
-from mstpass.partition.budget import memory_of
+from mstpass.partition.solve import memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 
 _AUTOCAST_TOLERANCES = 0.05, 0.05

@@ -28,7 +28,7 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.milp import prove
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, verify
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 TIME_LIMIT = 1.02  # relative to the proven optimum

@@ -2,6 +2,8 @@
 
 The same code as in a compilation makes the same decisions on the same graph. So the report is the
 one that ``torch.compile(fn, backend="mst")`` would leave; only Inductor's schedule is not known.
+
+``pareto_points`` is peak against time: the plans that a step would have at other memory budgets.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -26,15 +29,21 @@ from mstpass.explainer.errors import (
     no_backward_message,
     stopped_note,
 )
-from mstpass.explainer.pareto import pareto_points
 from mstpass.frame_stack import with_deep_stack
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import OptionError, Options
+from mstpass.partition.solve import peak_limit_bytes
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.candidate import baseline
 from mstpass.passes.runner import PassRunner
+from mstpass.problem.apply_modes import Cycle
+from mstpass.problem.saved_set import InvalidPlan
 from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.collect_details import collect_details
+from mstpass.report.details import ParetoPoint
 from mstpass.report.graph_ends import rnn_left_out
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
@@ -294,3 +303,61 @@ class _ReportMaker:
         refused = (*outcome.rejections, *map(with_fix, runner.refused))
         outcome = dataclasses.replace(outcome, rejections=refused)
         return Report(outcome, details=details).with_outcome(**self._drop.added_to(outcome))
+
+
+BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)
+
+
+def pareto_points(
+    result: pipeline.Result,
+    module: fx.GraphModule,
+    options: Options,
+    limit: Limit,
+    num_fwd_outputs: int,
+) -> tuple[ParetoPoint, ...]:
+    """The plan at hand and plans at ``BUDGETS``, the highest peak first.
+
+    The plan at hand has the simulated peak of its final graphs. The others are solved on one
+    partition problem and not applied; their peaks are the solver's, which may differ from those of
+    final graphs by some percent.
+    """
+    outcome = result.outcome
+    if outcome.peak_bytes is None or outcome.extra_time is None:
+        return ()
+    at_hand = _budget_of(limit, options)
+    points = [ParetoPoint(_label(at_hand), outcome.peak_bytes, outcome.extra_time, chosen=True)]
+    # The problem of any budget below 1.0 has all modes; solving it is quickest with min_cut.
+    quick = dataclasses.replace(options, solver="min_cut")
+    any_budget = Limit(share=BUDGETS[2])
+    planned = pipeline.run(
+        module, quick, limit=any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
+    )
+    problem = planned.problem
+    assert problem is not None, "the problem is known"
+    before_us = problem.cached(baseline).us or 1.0
+    solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
+    for budget in BUDGETS:
+        if budget == at_hand:
+            continue
+        try:
+            most_bytes = peak_limit_bytes(problem, Limit(share=budget), solve)
+            step = simulate_plan(problem, solve(problem, most_bytes))
+            peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
+            if most_bytes is not None and peak_bytes > most_bytes:
+                peak_bytes = step.lowered_peak_bytes
+        except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):
+            continue  # a user's own solver may fail at some budgets
+        points.append(ParetoPoint(_label(budget), peak_bytes, extra))
+    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
+    return tuple(points)
+
+
+def _budget_of(limit: Limit, options: Options) -> object:
+    """The budget of the plan at hand, as a user writes it."""
+    if limit.share is not None:
+        return limit.share
+    return limit.budget_bytes if options.memory_budget == "auto" else options.memory_budget
+
+
+def _label(budget: object) -> str:
+    return f"memory_budget={budget}"

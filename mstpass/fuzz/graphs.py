@@ -34,7 +34,7 @@ from mstpass.fuzz.plans import Failure, broken_promises
 from mstpass.fuzz.program import Setup, rms
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.inductor_hooks import pipeline_kwargs
-from mstpass.partition.reconstruct.of_plan import RECONSTRUCT
+from mstpass.partition.reconstruct import RECONSTRUCT
 from mstpass.passes import runner
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.pipeline_stages import APPLY_PLANS

@@ -23,7 +23,7 @@ from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.options import Options
-from mstpass.partition.budget import missed_budgets
+from mstpass.partition.solve import missed_budgets
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.plans import Outcome
 from mstpass.torch_internals.fake_tensors import as_while_tracing

@@ -31,7 +31,7 @@ from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
-from mstpass.problem.dependency_order import DependencyCycle, dependency_order
+from mstpass.problem.apply_modes import DependencyCycle, dependency_order
 from mstpass.problem.problem import loop_name
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.walk import walk_once

@@ -36,8 +36,7 @@ import torch
 
 from mstpass.graph.op_rows.row import Attention
 from mstpass.graph.op_table import row_of
-from mstpass.memory.allocation import rounded
-from mstpass.memory.cuda_device import CudaDevice
+from mstpass.memory.allocation import CudaDevice, rounded
 from mstpass.torch_internals.graphs import OpCall, Operand
 
 _FLOAT = torch.float32.itemsize

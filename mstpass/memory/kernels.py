@@ -10,10 +10,16 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from mstpass.memory.concatenations import in_place
-from mstpass.memory.delayed_scatters import waits
-from mstpass.memory.kernel_fusion import fused_groups, in_order
-from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated
+from mstpass.memory.kernel_rules import (
+    NOTHING,
+    KernelValue,
+    combined,
+    fused_groups,
+    in_order,
+    in_place,
+    repeated,
+    waits,
+)
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -27,7 +33,7 @@ from mstpass.problem.op import (
     VIEW,
     Op,
 )
-from mstpass.walk import walk
+from mstpass.walk import walk, walk_once
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
@@ -336,12 +342,10 @@ class Kernels:
         if kernel in self._known_behind:
             return self._known_behind[kernel]
         stage = self._value[kernel].stage
-        found: set[str] = set()
-        stack = [kernel]
-        while stack:
-            writers = {self._writer.get(buffer, "") for buffer in self.read_by[stack.pop()]}
-            new = {k for k in writers - found if k and self._value[k].stage >= stage}
-            found |= new
-            stack += new
-        self._known_behind[kernel] = found
+
+        def writers(of: str) -> Iterator[str]:
+            found = (self._writer.get(buffer, "") for buffer in self.read_by[of])
+            return (k for k in found if k and self._value[k].stage >= stage)
+
+        self._known_behind[kernel] = found = set(walk_once(writers(kernel), writers))
         return found

@@ -1,11 +1,19 @@
-"""Of which kind of ``Op`` the node of a graph is: what Inductor makes of it."""
+"""What Inductor makes of a node: its kind of ``Op``, and the loops that it runs in.
+
+The loops are ``Op.own_loops``, ``Op.merges_dims`` and ``Op.broadcasts``. Inductor fuses kernels
+that run through the same loops. An op that reads its operand at other places than it writes, or
+whose loops cannot be those of its operand's kernel, is not fused with that.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mstpass.graph import ops
 from mstpass.graph.host_copies import is_rows_on_host, is_wait_for_reload
@@ -13,6 +21,7 @@ from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.token_rules.arguments import argument
 from mstpass.problem.op import (
     CONSTANT,
     INPUT,
@@ -83,3 +92,162 @@ def concatenates(node: fx.Node) -> bool:
 def writes_anywhere(node: fx.Node) -> bool:
     """``Op.writes_anywhere``."""
     return ops.row(node).writes_anywhere
+
+
+def has_own_loops(node: fx.Node) -> bool:
+    """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
+    operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+    value = value_of(node)
+    if operand is None or value is None or node.op != "call_function":
+        return False
+    row = ops.row(node)
+    if row.memory_kind == REDUCTION:
+        dims = reduced_dims(node, operand.dim())
+        if num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims):
+            return True
+        return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
+    return row.reads_elsewhere or transposed(node) is not None
+
+
+def shift(node: fx.Node) -> tuple[int, int] | None:
+    """``Op.shift``."""
+    written = node.target is aten.slice_scatter.default  # into zeros: from where the slice read
+    if not (written or node.target is aten.slice.Tensor) or argument(node, "step") != 1:
+        return None
+    shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
+    if not isinstance(start, int):
+        return None
+    dim = argument(node, "dim") % len(shape)
+    start += shape[dim] if start < 0 else 0
+    return len(shape) - dim, -start if written else start
+
+
+def transposed(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """``Op.transposed``."""
+    if node.target is not aten.clone.default:
+        return None
+    source, value = node.all_input_nodes[0], value_of(node)
+    while source.target is aten.clone.default:
+        source = source.all_input_nodes[0]
+    read, users = value_of(source), node.users
+    if read is None or value is None or all(user.target is aten.clone.default for user in users):
+        return None  # what another copy reads is computed there, and lies nowhere
+    before, after = _outer_to_inner(read), _outer_to_inner(value)
+    if before == after:
+        return None
+    runs = [[after[0]]]  # dims that are neighbours in both orders are one
+    for outer, dim in itertools.pairwise(after):
+        if before.index(dim) != before.index(outer) + 1:
+            runs.append([])
+        runs[-1].append(dim)
+    order = sorted(runs, key=lambda run: before.index(run[0]))
+    shape = _hint_shape(node)
+    sizes = tuple(math.prod(shape[dim] for dim in run) for run in order)
+    return sizes, tuple(map(order.index, runs))
+
+
+def merges_dims(node: fx.Node) -> bool:
+    """``Op.merges_dims``."""
+    if node.target is not aten.view.default:
+        return False
+    merged = _merged_dims(_hint_shape(node.all_input_nodes[0]), _hint_shape(node))
+    return _merges_what_lies_apart(node, merged)
+
+
+def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """``Op.broadcasts``."""
+    value = value_of(node)
+    if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
+        return ()
+    whole, found = _hint_shape(node)[::-1], []
+    for operand in node.all_input_nodes:
+        part = _hint_shape(operand)[::-1]
+        if value_of(operand) is not None and math.prod(part) < math.prod(whole):
+            sizes = enumerate(itertools.zip_longest(part, whole, fillvalue=1), start=1)
+            found.append((operand.name, tuple(dim for dim, (n, m) in sizes if n == 1 < m)))
+    return tuple(found)
+
+
+def outer_sizes(node: fx.Node) -> tuple[int, ...]:
+    """``Op.outer_sizes``."""
+    is_reduction = node.op == "call_function" and kind_of(node) == REDUCTION
+    shape = _hint_shape(node.all_input_nodes[0] if is_reduction else node)
+    return tuple(itertools.accumulate(shape[:-1], operator.mul))
+
+
+def loops_end(node: fx.Node) -> tuple[int, ...]:
+    """``Op.loops_end``."""
+    shape = _hint_shape(node)
+    long = [dim for dim, size in enumerate(shape[::-1], start=1) if size > 1]
+    repeated = [dims for _, dims in broadcasts(node)]
+    pairs = itertools.pairwise(long)
+    ends = [d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated)]
+    if node.op == "call_function" and _is_part(node):
+        for part in map(_hint_shape, node.all_input_nodes):
+            if len(part) == len(shape):
+                sizes = enumerate(zip(part[::-1], shape[::-1], strict=True), start=1)
+                ends += [dim for dim, (n, m) in sizes if n != m]
+    outside = {math.prod(shape[:-dim]) for dim in ends}
+    return tuple(sorted(outside - {1}))
+
+
+def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:
+    """Whether a view or a reduction runs through two dims as one, and its operand's kernel cannot.
+
+    A copy of a part of each text's tokens runs over the batch and the tokens, but what reads its
+    rows runs over the rows.
+
+    Args:
+        merged: the dims of the operand that are one with the next.
+    """
+    operand = reader.all_input_nodes[0]
+    shape = _hint_shape(operand)
+    stack = [operand] if merged else []
+    while stack:
+        node = stack.pop()
+        read = value_of(node)
+        if read is None or _hint_shape(node) != shape:
+            continue
+        strides = tuple(map(hint, read.stride()))
+        if any(strides[d] != strides[d + 1] * shape[d + 1] for d in merged):
+            return True
+        if ops.is_padded(node):
+            return True
+        if kind_of(node) in (POINTWISE, REALIZED):
+            stack += [n for n in node.all_input_nodes if len(n.users) == 1 or _is_part(n)]
+    return False
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the node shows a part of its operand, or writes it as a part of zeros."""
+    return (ops.is_view(node) and ops.row(node).reads_elsewhere) or ops.is_padded(node)
+
+
+def _hint_shape(node: fx.Node) -> tuple[int, ...]:
+    value = value_of(node)
+    return () if value is None else tuple(map(hint, value.shape))
+
+
+def _merged_dims(shape: Sequence[int], new_shape: Sequence[int]) -> list[int]:
+    """The dims that are one with the next in another shape of the same elements."""
+    behind = {math.prod(new_shape[i:]) for i in range(len(new_shape))}
+    return [
+        d
+        for d in range(len(shape) - 1)
+        if shape[d] > 1 and shape[d + 1] > 1 and math.prod(shape[d + 1 :]) not in behind
+    ]
+
+
+def _outer_to_inner(value: Tensor) -> list[int]:
+    """The dims of more than one element, in the order in which they lie in memory."""
+    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
+    return sorted(long, key=lambda d: -hint(value.stride()[d]))
+
+
+def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a reduction runs over a dim that lies outside, in memory, of one that it keeps."""
+    sizes, strides = operand.shape, operand.stride()
+    long = [d for d in range(operand.dim()) if hint(sizes[d]) > 1]
+    reduced = [hint(strides[d]) for d in long if d in dims]
+    kept = [hint(strides[d]) for d in long if d not in dims and hint(strides[d])]
+    return bool(reduced and kept) and max(reduced) > min(kept)

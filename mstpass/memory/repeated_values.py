@@ -20,8 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence, Set
 
-from mstpass.memory.simulate_ops import GraphOps
-from mstpass.memory.timeline import Moment, StepMemory
+from mstpass.memory.simulate_ops import GraphOps, Moment, StepMemory
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, REDUCTION, VIEW, Op
 from mstpass.walk import walk, walk_once
 

@@ -14,7 +14,7 @@ scheduler.py for the others):
    are unrolled.
 2. A view shares the buffer of its base, and so does a part of what was split. Each item of a call's
    result has a buffer of its own; those that nobody reads are freed with the call. Those parts of a
-   concatenation that are computed in their places in it share its buffer (concatenations.py).
+   concatenation that are computed in their places in it share its buffer (kernel_rules.py).
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
@@ -24,7 +24,7 @@ scheduler.py for the others):
    cannot share that loop, or that of a kernel over the rows alone. On the CPU, a reduction's result
    always has a buffer. A stage is a stretch without a call in between, in the order of the graph or
    on the paths in it. Kernels that such a buffer joins run where the first of them does, once what
-   all of them read is there (kernel_fusion.py). The buffer of a scatter stays, as its rows are
+   all of them read is there (kernel_rules.py). The buffer of a scatter stays, as its rows are
    written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it;
@@ -45,17 +45,90 @@ Pseudo-code::
         alive -= what nobody reads any more
 
 Ops are plain data (problem/op.py), so that a plan is simulated without a graph.
+
+A ``Timeline`` is what the simulation finds: the buffers that are alive while each kernel runs. A
+*moment* is the run of one kernel, or of several that Inductor fuses into one. ``StepMemory`` joins
+forward and backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from mstpass.memory.kernels import Kernels
-from mstpass.memory.timeline import HELD, Moment, Timeline
 from mstpass.problem.op import CALL, INPUT, VIEW, Op
+
+# Ends the name of a buffer that the caller holds, if backward computes a value of the same name.
+HELD = " (output)"
+
+
+class Moment(NamedTuple):
+    """One kernel: the bytes that are alive while it runs, its results and workspace included."""
+
+    node: str
+    bytes: int
+
+
+class Buffer(NamedTuple):
+    """A buffer that is alive from moment ``start`` up to, but not including, moment ``end``."""
+
+    node: str
+    bytes: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The memory of one graph over its kernels.
+
+    Attributes:
+        moments: one for each kernel, in the order in which they run.
+        alive: name and bytes of each buffer that is alive at the peak, the largest first.
+        lives: of each buffer the number of its first moment, and of the first one without it.
+            Kernels that run as one, or in one function, have the same buffers in all their moments.
+        ops: all ops by name.
+    """
+
+    moments: tuple[Moment, ...]
+    alive: tuple[Moment, ...]
+    lives: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict, repr=False)
+    ops: Mapping[str, Op] = dataclasses.field(default_factory=dict, repr=False)
+
+    def buffers(self) -> list[Buffer]:
+        """All buffers. A moment's bytes are those alive then, and the kernel's ``inner_bytes``."""
+        return [Buffer(n, self.ops[n].bytes, *life) for n, life in self.lives.items()]
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=operator.attrgetter("bytes"), default=Moment("", 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """The memory of a step, above what was allocated when its forward began.
+
+    Attributes:
+        known: False if a size depends on data; such a size counts as 1.
+    """
+
+    forward: Timeline
+    backward: Timeline
+    known: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        """The higher of both peaks. Gradients are part of the backward."""
+        return max(self.forward.peak.bytes, self.backward.peak.bytes)
+
+    @property
+    def peak(self) -> Timeline:
+        """The timeline with the higher peak."""
+        return max(self.forward, self.backward, key=lambda timeline: timeline.peak.bytes)
 
 
 def simulate_ops(
@@ -67,7 +140,7 @@ def simulate_ops(
         kept: names of the values that leave the graph.
         freed: names of the inputs that are freed after their last use, such as the saved values of
             a backward. Other inputs, such as parameters, do not count.
-        fuse: kernels that read the same buffer run as one (kernel_fusion.py). They do in a loop's
+        fuse: kernels that read the same buffer run as one (kernel_rules.py). They do in a loop's
             body; in a step schedule/delay_recomputation.py keeps most of them apart.
     """
     kernels = Kernels(ops, kept, set(freed))

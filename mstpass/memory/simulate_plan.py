@@ -12,12 +12,11 @@ from mstpass.memory.host_copies import (
     offloaded_name,
     with_offloads,
     with_reloads,
+    with_rows_from_host,
 )
-from mstpass.memory.host_rows import with_rows_from_host
 from mstpass.memory.program import Program, backward_ops, forward_ops, is_cheap
 from mstpass.memory.repeated_values import MOST_LOWERED, Repeated, repeated_values
-from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
-from mstpass.memory.timeline import StepMemory, Timeline
+from mstpass.memory.simulate_ops import GraphOps, StepMemory, Timeline, held_outputs, simulate_ops
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value

@@ -1,28 +1,139 @@
 """What an op allocates while it runs, besides its results: the one place that knows.
 
-Attention (attention_workspace.py) and matrix products on CUDA (cublas_workspace.py) are known;
-other libraries' workspaces, such as those of convolutions, are not. Simulated peaks ask for nodes
+Attention (attention_workspace.py), attention in rows and matrix products on CUDA are known; other
+libraries' workspaces, such as those of convolutions, are not. Simulated peaks ask for nodes
 of a graph, scheduled peaks for calls of Inductor's schedule.
+
+**Attention of a chunk of queries.** Of graph/attention_rows.py, for a block of keys, where a row is
+a query of all heads:
+
+    forward    the rows of the queries, copied so that heads which share keys are rows, those of the
+               block's result, and those of the results so far, in float32
+    backward   copies of the rows of queries, results and their gradients; the gradient of the
+               queries by the block, and so far; the gradients of the block's keys and values
+    kernels    those of flash attention for these rows (attention_workspace.py), on CUDA with the
+               gradients of a causal block's keys for all heads of the queries
+
+**The workspace of cuBLAS**, memory of torch's allocator that a matrix product may use on CUDA.
+torch gives cuBLAS a workspace of a fixed size, whatever the product::
+
+    CUBLAS_WORKSPACE_CONFIG          the sum of its parts, such as :4096:8 (KiB, count)
+    else, compute capability 9 to 12 32 MiB
+    else                             8.125 MiB
+    products with a bias, by cuBLASLt CUBLASLT_WORKSPACE_SIZE KiB, else 1 MiB
+
+Older versions of torch allocate it at the first product of a thread and a stream and then keep it.
+It exists before a step that is measured begins, so it is no part of the step's peak; `mstpass plan`
+counts it as overhead. In newer ones each product allocates it and frees it afterwards, unless
+TORCH_CUBLAS_WORKSPACE_CACHE=1: then it is part of the peak, if a product runs at the peak.
+
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp (``parseChosenWorkspaceSize``,
+``getCurrentCUDABlasHandleWithWorkspace``). A size that the program sets itself, by
+``torch.backends.cuda.cublas_workspace_size``, is not seen here.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from mstpass.graph.attention_rows import keys_of_block
 from mstpass.graph.joint import value_of
 from mstpass.graph.op_rows import row
 from mstpass.graph.op_table import TABLE, row_of
 from mstpass.graph.sizes import hint, hint_shape
 from mstpass.memory import attention_workspace
-from mstpass.memory.allocation import allocated_bytes
-from mstpass.memory.attention_rows_workspace import rows_bytes
-from mstpass.memory.cublas_workspace import product_workspace_bytes
-from mstpass.memory.cuda_device import CudaDevice, cuda_device
+from mstpass.memory.allocation import CudaDevice, allocated_bytes, cuda_device
+from mstpass.memory.attention_workspace import cpu_flash_bytes
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
+from mstpass.torch_internals.versions import frees_cublas_workspaces
+
+_FLOAT = torch.float32.itemsize
+
+
+def rows_bytes(call: OpCall) -> int:
+    """The bytes of a call for the rows of one chunk."""
+    query, key, value = map(call.operand, ("query", "key", "value"))
+    attention = row_of(call.op).attention
+    if query is None or key is None or value is None or attention is None:
+        return 0
+    rows = math.prod(query.shape)
+    size = query.dtype.itemsize
+    wide = max(size, _FLOAT)
+    block = min(key.shape[2], keys_of_block(query.shape[2])) if attention.backward else key.shape[2]
+    of_block = {"query": _folded(query, key.shape[1]), "key": _first(key, block)}
+    of_block["value"] = _first(value, block)
+    on_block = dataclasses.replace(call, arguments={**call.arguments, **of_block})
+    kernels = cpu_flash_bytes(on_block) if query.device.type == "cpu" else 0
+    if not attention.backward:
+        merged = rows * wide if size < wide else 0
+        return rows * (2 * size + wide) + merged + kernels
+    features = key.shape[3] + value.shape[3]
+    of_keys = key.shape[0] * key.shape[1] * block * features * size
+    if query.device.type == "cuda":
+        heads, length = query.shape[1:3]
+        of_keys = max(of_keys, heads * min(length, block) * features * size)
+        kernels = rows * _FLOAT + heads * length * _FLOAT  # sums of the queries' gradient, of rows
+    return rows * (4 * size + wide) + of_keys + kernels
+
+
+def _first(operand: Operand, keys: int) -> Operand:
+    shape = (*operand.shape[:2], keys, *operand.shape[3:])
+    return dataclasses.replace(operand, shape=shape)
+
+
+def _folded(query: Operand, heads: int) -> Operand:
+    """The queries of all heads that read one head of keys, as its rows."""
+    _, all_heads, rows, features = query.shape
+    return dataclasses.replace(query, shape=(1, heads, all_heads // heads * rows, features))
+
+
+_KIB, _MIB = 2**10, 2**20
+_DEFAULT, _DEFAULT_LARGE = 8 * _MIB + 128 * _KIB, 32 * _MIB
+_LARGE = range(9, 13)  # major compute capabilities
+_LT_KIB = 1024
+_CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
+_TRUE = frozenset({"1", "y", "yes", "on", "t", "true"})  # c10/util/env.h: ``check_env``
+
+_WITH_BIAS = {"aten::addmm": "self"}
+
+
+def product_workspace_bytes(call: OpCall, device: CudaDevice) -> int:
+    """What one product allocates besides its result."""
+    if is_kept():
+        return 0
+    bias = call.operand(_WITH_BIAS.get(call.op, ""))
+    if call.op == "extern_kernels.bias_addmm" or (bias is not None and len(bias.shape) == 1):
+        return _lt_bytes()
+    return cublas_workspace_bytes(device.capability)
+
+
+def is_kept() -> bool:
+    """Whether the first product allocates a workspace for all later ones."""
+    if not frees_cublas_workspaces():
+        return True
+    return os.environ.get(_CACHE, "").lower() in _TRUE
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """The size of one workspace."""
+    parts = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if parts:
+        return sum(int(size) * _KIB * int(count) for size, count in parts)
+    return _DEFAULT_LARGE if capability[0] in _LARGE else _DEFAULT
+
+
+def _lt_bytes() -> int:
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return (int(given) if given.isdigit() else _LT_KIB) * _KIB
+
 
 # The names are those of ``Op.workspace``.
 ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {

@@ -2,8 +2,8 @@
 
 build_problem.py   the partition problem of a joint graph
 solvers/           plans for it: a mode for each region, and the saved values
-budget.py          what the user's memory budget means for a solver
+solve.py           what the user's memory budget means for a solver, and its plan, checked
 reconstruct/       saved values that backward can compute from later ones instead
 split.py           the forward and the backward graph of a plan
-torch_fallback.py  the graphs that torch's own partitioner splits instead
+torch_partitioner.py  what torch's own partitioner saves, and the graphs that it splits instead
 """

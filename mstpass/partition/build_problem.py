@@ -2,6 +2,8 @@
 
 Each placeholder and each call of the joint graph becomes a ``Value``. The nodes that depend on a
 tangent are the problem's backward, all others its forward values.
+
+``host_memory`` is what a step may use of the host for its saved values.
 """
 
 from __future__ import annotations
@@ -10,25 +12,28 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
-from mstpass.graph import host_copies, ops
+from mstpass.byte_sizes import bytes_text
+from mstpass.graph import device_costs, host_copies, ops
 from mstpass.graph.checkpoint_policies import Policies, policies_of
 from mstpass.graph.collectives import is_pending
 from mstpass.graph.input_writes import is_input_write
-from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.graph.repeated_collectives import may_repeat, sizes_agree
 from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
-from mstpass.problem.host_memory import Host
+from mstpass.options import OptionError, Options
 from mstpass.problem.problem import (
     MAY_OFFLOAD,
     MUST_OFFLOAD,
     MUST_SAVE,
     RECOMPUTED,
     CutProblem,
+    Host,
     RegionModes,
     Value,
     with_needs,
@@ -175,3 +180,34 @@ def _offload(node: fx.Node, must: bool) -> str:
     if not is_dense(value) or nbytes(node) < least:
         return ""
     return MUST_OFFLOAD if must else MAY_OFFLOAD
+
+
+class NoDeviceError(OptionError):
+    """``host_budget`` is given for a step that runs on the CPU."""
+
+
+def host_memory(joint: JointGraph, options: Options) -> Host | None:
+    """The host memory beside the GPU that a step runs on; None for a step on the CPU.
+
+    Raises:
+        NoDeviceError: the options have a budget for it, and the step runs on the CPU.
+    """
+    budget_bytes = options.host_budget
+    device = _gpu_of(joint)
+    if device is not None:
+        bytes_per_us = device_costs.host_bytes_per_us(device)
+        return Host(budget_bytes, bytes_per_us, bytes_per_us)
+    if budget_bytes and joint.backward:
+        raise NoDeviceError(
+            f"host_budget={bytes_text(budget_bytes)}: this step has no tensor on a GPU, so its "
+            "saved values are in host memory already. Leave host_budget out, or move the step to "
+            "a GPU"
+        )
+    return None
+
+
+def _gpu_of(joint: JointGraph) -> torch.device | None:
+    values = (value for node in joint.nodes for value in tensors_of(node.meta.get("val")))
+    return next(
+        (value.device for value in values if value.device.type == host_copies.DEVICE_TYPE), None
+    )

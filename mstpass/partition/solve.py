@@ -1,22 +1,37 @@
-"""Have a solver solve the partition problem, and check its plan; if it fails, another one does."""
+"""Have a solver solve the partition problem, and check its plan; if it fails, another one does.
+
+A limit means a peak for the plans of one step. If no plan meets a budget in bytes, the user is told
+the lowest peak found.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import networkx as nx
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.limit import Limit
+from mstpass.memory.peaks_by_length import PeaksByLength
+from mstpass.memory.simulate_ops import StepMemory, Timeline
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
-from mstpass.partition.budget import peak_limit_bytes
 from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import must_offload, read_by_backward
+from mstpass.problem.saved_set import (
+    InvalidPlan,
+    checked_plan,
+    must_offload,
+    read_by_backward,
+    verify,
+)
 from mstpass.problem.solver_registry import Solver
-from mstpass.problem.verify import InvalidPlan, checked_plan, verify
+from mstpass.torch_internals.batch_sizes import named
 
 LAST = "min_cut"  # the solver that is asked last, whose plan is simple
 
@@ -84,3 +99,123 @@ def _verified(name: str) -> Solver:
         return dataclasses.replace(plan, saved=read_by_backward(closed, plan.saved))
 
     return solve
+
+
+_MISSED = "memory_budget={} cannot be met:"
+_SHOWN = 4  # values that a message names
+_ADVICE = "Raise memory_budget to at least that much, or use a smaller batch or shorter sequences"
+
+
+class BudgetError(RuntimeError):
+    """No plan stays within the memory budget; the message names the lowest peak found."""
+
+
+def peak_limit_bytes(problem: CutProblem, limit: Limit, solver: Solver) -> int | None:
+    """The limit on the simulated peak that a solver is asked for; None: it is one of time."""
+    if limit.is_free:
+        return None
+    if limit.share is None:
+        return limit.peak_bytes
+    if limit.is_least:
+        return 0  # no plan meets it, so that solvers return the lowest peak that they find
+    highest = memory_of(problem, solver(problem, None)).peak_bytes
+    lowest = simulate_plan(problem, solver(problem, 0)).lowered_peak_bytes
+    return int(lowest + limit.share * max(0, highest - lowest))
+
+
+def over_budget(outcome: Outcome, limit: Limit) -> str:
+    """The message that a compiled graph exceeds the budget by Inductor's schedule, or by simulation
+    where no schedule was read; "" if it does not.
+
+    Where sizes are symbolic, it is about the largest batch of the plan.
+    """
+    scheduled, budget = outcome.scheduled_peak_bytes, limit.budget_bytes
+    if limit.is_free or budget is None:
+        return ""
+    if scheduled is None and outcome.no_plan:
+        return f"memory_budget={bytes_text(budget)} was not looked at: {outcome.no_plan}"
+    if limit.allows(outcome):
+        return ""
+    if scheduled is None or missed_budgets(outcome.notes):
+        return "".join(missed_budgets(outcome.notes))
+    return (
+        f"{_MISSED.format(bytes_text(budget))} the lowest peak found is {bytes_text(scheduled)}, "
+        f"by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
+        f"{_cause(outcome)}{_ADVICE}"
+    )
+
+
+def missed_budgets(notes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a plan's notes that say that no plan meets a budget."""
+    prefix, suffix = _MISSED.split("{}")
+    return tuple(note for note in notes if note.startswith(prefix) and suffix in note)
+
+
+def _within_by_schedule(outcome: Outcome, budget: int) -> str:
+    """Which of the batches with a known peak is within the budget, as a sentence.
+
+    Their peaks by the schedule are taken to grow as the simulated ones do.
+    """
+    if not outcome.peaks:
+        return ""
+    assert outcome.scheduled_peak_bytes is not None, "the scheduled peak bytes are known"
+    largest, *others = outcome.peaks
+    over = outcome.scheduled_peak_bytes / max(1, largest.peak_bytes)
+    within = next((p for p in others if over * p.peak_bytes <= budget), None)
+    known = f"it holds at {sizes_text(within.sizes)}" if within else "it does not hold at a quarter"
+    return f"This is at {sizes_text(largest.sizes)}; {known}. "
+
+
+def of_sizes(peaks: PeaksByLength, budget: int) -> str:
+    """What a batch needs that exceeds a budget, and which length would not, as a sentence."""
+    largest = sizes_text(named(peaks.environment, peaks.most))
+    at_hand = peaks.peak_at(peaks.batch)
+    said = f"This is at {largest}"
+    if peaks.batch != peaks.most:
+        need = bytes_text(at_hand.peak_bytes)
+        said += f", the end of its range; the batch of {sizes_text(at_hand.sizes)} needs {need}"
+    longest = peaks.longest_within(budget, peaks.batch)
+    holds = f"holds up to {sizes_text(longest)}" if longest else "holds for no length"
+    return f"{said}. The budget {holds}. "
+
+
+def sizes_text(sizes: Sequence[tuple[str, int]]) -> str:
+    """Sizes in words, such as ``ids.size()[1] = 300``."""
+    return ", ".join(f"{name} = {size}" for name, size in sizes)
+
+
+def _cause(outcome: Outcome) -> str:
+    """Why a budget has no say, as a sentence; "" where it has."""
+    if outcome.no_plan:
+        return f"There is no plan: {outcome.no_plan}. "
+    chose = "torch's partitioner chose what is saved, without a budget"
+    return f"{chose}: {outcome.left_to_torch}. " if outcome.left_to_torch else ""
+
+
+def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
+    """The simulated memory of a step under a plan."""
+    return simulate_plan(problem, plan).memory
+
+
+def infeasible(budget: int, memory: StepMemory, outcome: Outcome, sizes: str = "") -> str:
+    """The message that no plan meets a budget: the lowest peak found, and what is alive at it.
+
+    Args:
+        sizes: as of ``of_sizes``.
+    """
+    phase = "forward" if memory.peak is memory.forward else "backward"
+    return (
+        f"{_MISSED.format(bytes_text(budget))} the lowest peak found is "
+        f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
+        f"{_largest_alive(memory.peak)}. {sizes}{_cause(outcome)}{_ADVICE}"
+    )
+
+
+def _largest_alive(timeline: Timeline) -> str:
+    """The largest values alive at the peak, by name, and the others together."""
+    largest = timeline.alive[:_SHOWN]
+    shown = ", ".join(f"{m.node} {bytes_text(m.bytes)}" for m in largest)
+    others = timeline.alive[_SHOWN:]
+    if not others:
+        return shown
+    return f"{shown}, and {bytes_text(sum(m.bytes for m in others))} in {len(others)} others"

@@ -11,17 +11,16 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from mstpass.memory.program import Program
+from mstpass.memory.simulate_ops import HELD, StepMemory, Timeline
 from mstpass.memory.simulate_plan import simulate_plan
-from mstpass.memory.timeline import HELD, StepMemory, Timeline
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.allocator import Event
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
-from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import INPUT, POINTWISE, VIEW
-from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
+from mstpass.problem.problem import CutProblem, Plan, Value, is_loop, pinned_bytes
 from mstpass.walk import walk_once
 
 FREE, LEAST = "free", 0.0  # values of memory_budget

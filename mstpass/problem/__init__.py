@@ -2,11 +2,9 @@
 
 problem.py          ``CutProblem`` and all it consists of, and its answer, ``Plan``
 op.py               ``Op``: one node of a step, and the kinds of nodes
-host_memory.py      the host memory in which saved values may wait
 apply_modes.py      the problem with a mode chosen for each region
-saved_set.py        what backward recomputes and reads for a set of saved values
-verify.py           whether a plan gives backward all it needs
+saved_set.py        what backward recomputes and reads for a set of saved values, and whether
+                    a plan gives it all it needs
 problem_json.py     problems as files
 solver_registry.py  names of solvers, and the registration of users' own
-time_limit.py       a call of a user's solver that may never return
 """

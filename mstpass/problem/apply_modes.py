@@ -4,14 +4,18 @@ The loops of the chosen modes replace their members. A member disappears unless 
 loop reads it too; each result of a loop keeps the name of the node that it stands for. The values
 keep their order, and a loop comes just before the first value that reads one of its results, where
 loops/apply_plans.py writes it into the graph.
+
+Loops take their places so that each thing comes after all that it needs. The partition problem and
+the joint graph (loops/apply_plans.py) are both written anew with loops in the place of nodes. Both
+walk their old order this way, so that a loop has the same place in both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
-from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.op import CALL, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
@@ -56,7 +60,9 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]
-        closed = _Writer(problem, loops).write() if loops else _without_regions(problem)
+        closed = (
+            _Writer(problem, loops).write() if loops else dataclasses.replace(problem, regions=())
+        )
         if len(cache) == _CACHED:
             del cache[next(iter(cache))]
         cache[names] = closed
@@ -68,10 +74,6 @@ class _Cache:
 
     def __init__(self, problem: CutProblem):
         self.by_modes: dict[tuple[str, ...], CutProblem] = {}
-
-
-def _without_regions(problem: CutProblem) -> CutProblem:
-    return dataclasses.replace(problem, regions=())
 
 
 def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
@@ -233,3 +235,43 @@ class _Writer:
         self.new[value.name] = value
         if value.name in self.tangents or not self.backward.isdisjoint(value.inputs):
             self.backward.add(value.name)
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class DependencyCycle(Exception, Generic[T]):
+    """Things that need each other; ``path`` leads from one of them back to it."""
+
+    def __init__(self, path: Sequence[T]):
+        super().__init__("these need each other: " + ", ".join(map(str, path)))
+        self.path = path
+
+
+def dependency_order(
+    targets: Iterable[T], needs: Callable[[T], Iterable[T]], is_done: Callable[[T], bool]
+) -> Iterator[T]:
+    """The targets, in their order, each behind what it needs and is not done yet.
+
+    Each thing is yielded once, and must be done before the next one is asked for. The walk is depth
+    first, with a stack of its own: graphs are deeper than Python's recursion limit.
+
+    Raises:
+        DependencyCycle: a thing needs itself.
+    """
+    for target in targets:
+        stack = [target]
+        path: dict[T, None] = {}
+        while stack:
+            top = stack[-1]
+            missing = [] if is_done(top) else [other for other in needs(top) if not is_done(other)]
+            if any(other in path or other == top for other in missing):
+                raise DependencyCycle([*path, top])
+            if missing:
+                path[top] = None
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            path.pop(top, None)
+            if not is_done(top):
+                yield top

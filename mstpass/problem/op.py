@@ -63,9 +63,9 @@ class Op:
             outside of it run through. Loops over its dims are one where ``loops_end`` has none.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
-            inputs; where that frees memory it does (memory/delayed_scatters.py).
+            inputs; where that frees memory it does (memory/kernel_rules.py).
         concatenates: its result is its operands, one beside the other, each of which may be
-            computed in its place there (memory/concatenations.py).
+            computed in its place there (memory/kernel_rules.py).
         writes_anywhere: it is a call that can write its result into a part of another buffer, as
             matrix products can.
         node: the name of the node that it stands for, if that is not its own: a node may run
@@ -73,9 +73,9 @@ class Op:
         action: one of ``RUN``, ``OFFLOAD``, ``AWAIT_OFFLOAD``, ``RELOAD``, ``AWAIT_RELOAD``,
             ``ROWS_ON_HOST``.
         numel: the number of elements of its result. In a loop's body, only kernels of as many
-            elements run as one (memory/kernel_fusion.py).
+            elements run as one (memory/kernel_rules.py).
         in_rows: of the operands of a loop that it can copy from the host row by row, the names and
-            the bytes of a chunk's rows (memory/host_rows.py).
+            the bytes of a chunk's rows (memory/host_copies.py).
     """
 
     name: str

@@ -17,7 +17,7 @@ from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
 from mstpass.graph.node_copies import original_name
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
 from mstpass.graph.source_location import Place, Places
-from mstpass.memory.timeline import StepMemory, Timeline
+from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
 from mstpass.problem.problem import value_name

@@ -5,7 +5,6 @@ their gradient, which is zero: autograd makes it, because it cannot know that no
 Without them as an output, the graph is that of a function that returns the loss alone.
 
     find_logits.py   which outputs of a graph are logits of a head whose loss is another output
-    aten_calls.py    what a node of Dynamo's graph computes
     drop.py          take the outputs out of the graph, and put placeholders into what it returns
     placeholder.py   the placeholder: a tensor without memory that nothing can read
 

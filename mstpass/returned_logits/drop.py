@@ -26,8 +26,7 @@ from mstpass.graph.source_location import source_of
 from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
 from mstpass.regions.advice import with_fix
-from mstpass.returned_logits.aten_calls import value_of
-from mstpass.returned_logits.find_logits import find_logits
+from mstpass.returned_logits.find_logits import find_logits, value_of
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.collectives import bucket_being_compiled
 from mstpass.torch_internals.dynamo import graph_break_after
@@ -137,7 +136,8 @@ def _refusal(gm: fx.GraphModule, logits: fx.Node, known: Any) -> str:
     bucket = bucket_being_compiled()
     if bucket is not None:
         call, whole = bucket
-        if not _only_returned(call, _positions(gm, logits)):
+        places = [i for i, item in enumerate(_returned(gm)) if item is logits]
+        if not _only_returned(call, places):
             return _IN_OTHER_BUCKET
         gm = whole
     return _AFTER_BREAK if graph_break_after(gm) is not None else ""
@@ -156,10 +156,6 @@ def _only_returned(call: fx.Node, positions: Sequence[int]) -> bool:
 def _returned(gm: fx.GraphModule) -> tuple[Any, ...]:
     (returned,) = gm.graph.output_node().args
     return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-
-
-def _positions(gm: fx.GraphModule, node: fx.Node) -> list[int]:
-    return [i for i, item in enumerate(_returned(gm)) if item is node]
 
 
 def _take_out(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[DroppedOutput, ...]:

@@ -17,6 +17,8 @@ alive at once. This rewrite adds an order between nodes that have no data in com
 A node waits by an op that takes the nodes it waits for as inputs
 (torch_internals/inductor.py). XLA's optimization barriers serve ``jax.checkpoint`` in
 the same way.
+
+``host_copy_waits`` keeps the copies to the host and back at their places in the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import done
 from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import descendants, is_tangent, nbytes, value_of
 from mstpass.graph.materialization import REALIZE
-from mstpass.graph.recompute_rules import is_heavy
-from mstpass.schedule.cheap_values import is_cheap, viewed
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
+from mstpass.memory.op_kinds import kind_of
+from mstpass.memory.repeated_values import CHEAP_KINDS
 from mstpass.torch_internals.graphs import OpOverload
 from mstpass.walk import walk, walk_once
 
@@ -267,3 +271,47 @@ def _copied_operands(last: fx.Node, copies: dict[fx.Node, fx.Node]) -> set[fx.No
     """A copy and the copies that it is computed from, without views."""
     found = walk_once([last], lambda node: filter(copies.__contains__, node.all_input_nodes))
     return {node for node in found if not ops.is_cheap_view(node)}
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """The kinds of ops that plans count on (memory/program.py), if they may run twice."""
+    if node.op != "call_function" or is_heavy(node) or is_pinned(node):
+        return False
+    return kind_of(node) in CHEAP_KINDS
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The value that a view, or a view of a view, shows; any other value itself."""
+    while ops.is_cheap_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def host_copy_waits(graph: fx.Graph) -> Waits:
+    """What keeps each copy, and each wait for one, between the heavy ops around it.
+
+    Inductor's scheduler knows only what depends on what. It might begin all copies of a backward at
+    once, so that all values are back on the device from the start, or end them all at the end of a
+    forward. So each of them waits for the heavy op in front of it, and the next heavy op for it.
+    """
+    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    before: fx.Node | None = None
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if is_host_copy(node):
+            if before is not None and before not in node.all_input_nodes:
+                waits[node] = (before,)
+            pending.append(node)
+        elif _is_anchor(node):
+            others = tuple(other for other in pending if other not in node.all_input_nodes)
+            if others:
+                waits[node] = others
+            pending, before = [], node
+    return waits
+
+
+def _is_anchor(node: fx.Node) -> bool:
+    """Whether other nodes may wait for the node, and it for them: a matmul or attention."""
+    if not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
+        return False
+    return is_heavy(node) and not is_pinned(node) and value_of(node) is not None

@@ -11,7 +11,7 @@ several times as often as it has them, and with its copies to the host and back:
                 ...                                                v = wait(copy)
                 return ..., v_host                                 op(v)
 
-schedule/host_copy_waits.py has Inductor keep the copies there. A loop that copies rows from the
+schedule/delay_recomputation.py has Inductor keep the copies there. A loop that copies rows from the
 host itself reads ``rows_on_host(v_host)``, or views of it (graph/host_rows.py).
 """
 

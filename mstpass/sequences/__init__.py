@@ -7,11 +7,9 @@
 ``attention.py``       which method a call takes; attention for models of one's own
 ``ulysses.py``         exchange heads for tokens before attention, and back after it
 ``ring.py``            send keys and values round, and merge what queries got of each part
-``whole_attention.py`` attention of a whole sequence, for some of the heads
-``rules.py``           windows, documents, causality: which keys a query sees
-``documents.py``       the documents of a batch, from what data collators give
-``batch.py``           a rank's part of a batch, with labels that count right
-``huggingface.py``     what is registered in transformers, ``model_checks.py`` for which models
+``rules.py``           which keys a query sees; attention of a whole sequence, for some of the heads
+``batch.py``           a rank's part of a batch: its documents, and labels that count right
+``huggingface.py``     what is registered in transformers, and for which models
 ``ranks.py``           a process group, from a mesh or a group
 =====================  =========================================================================
 """

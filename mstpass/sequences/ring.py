@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from mstpass.sequences.ranks import Ranks
-from mstpass.sequences.rules import Rules
-from mstpass.sequences.whole_attention import for_each_head
+from mstpass.sequences.rules import Rules, for_each_head
 from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
 from mstpass.torch_internals.exchanges import pass_on
 

@@ -8,6 +8,18 @@ A query at place i of the sequence sees the key at place j if all of these hold:
   sees itself at least, and no row of the softmax is empty.
 
 Places are those in the whole sequence, not positions: a document's tokens are neighbors.
+
+**Attention of all queries** of a sequence to all of its keys, for some of the heads. torch's
+scaled_dot_product_attention takes scaling, dropout, and a causal flag or a mask. Two rules that it
+lacks:
+
+**Sinks** (GPT-OSS): each head has a score for a key that is not there, of value 0; it takes its
+share of the softmax. Here that key is there: place 0 has a key that is 1 in one feature more, in
+which all other keys are 0 and each query of head h is sink_h / scale. So its score is sink_h for
+every query, and the kernels that need no S x S scores can be used. A query at place 0, whose result
+is dropped, keeps the causal flag right.
+
+**Soft caps** (Gemma 2) change the scores, so here they exist: in float32, as in transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PADDING = -1  # the document of tokens that are none
@@ -61,3 +74,87 @@ def mask_of(rules: Rules, documents_BS: Tensor | None, query_BHSD: Tensor) -> Te
     for rule in seen[1:]:
         mask = mask & rule
     return mask
+
+
+_MORE_FEATURES = 8  # kernels want a multiple of it
+
+
+def attend(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    rules: Rules,
+    documents_BS: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """The mixed values ``[B, H, S, D]``; K key-value heads serve H / K heads each.
+
+    Raises:
+        ValueError: soft caps together with sinks.
+    """
+    mask = mask_of(rules, documents_BS, query_BHSD)
+    if rules.softcap is not None:
+        if sinks_H is not None:
+            raise ValueError(
+                "attention has a soft cap and sinks, and no order of the two is known: use one"
+            )
+        return _capped(query_BHSD, key_BKSD, value_BKSD, rules, mask)
+    if sinks_H is not None:
+        return _with_sinks(query_BHSD, key_BKSD, value_BKSD, rules, mask, sinks_H)
+    return _plain(query_BHSD, key_BKSD, value_BKSD, rules, mask)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, rules: Rules, mask: Tensor | None) -> Tensor:
+    # Kernels of CUDA take a mask or grouped heads, not both. Of one key-value head, a view of all
+    # heads costs nothing.
+    grouped = k.shape[1] not in (1, q.shape[1]) and mask is None
+    if not grouped:
+        k, v = for_each_head(k, q.shape[1]), for_each_head(v, q.shape[1])
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=rules.dropout,
+        is_causal=rules.causal and mask is None,
+        scale=rules.scale_of(q),
+        enable_gqa=grouped,
+    )
+
+
+def for_each_head(x_BKSD: Tensor, heads: int) -> Tensor:
+    """Keys or values for each of the heads, ``[B, H, S, D]``."""
+    kv_heads = x_BKSD.shape[1]
+    if kv_heads == heads:
+        return x_BKSD
+    return x_BKSD.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, mask: Tensor | None, sinks_H: Tensor
+) -> Tensor:
+    features, scale = q.shape[-1], rules.scale_of(q)
+    sink_BHS1 = (sinks_H / scale).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat((q, sink_BHS1), -1), (0, _MORE_FEATURES - 1, 1, 0))
+    k = F.pad(k, (0, _MORE_FEATURES))
+    is_sink = torch.arange(k.shape[-1], device=k.device) == features
+    k = torch.cat((is_sink.to(k.dtype).expand(*k.shape[:2], 1, -1), k), 2)
+    v = F.pad(v, (0, _MORE_FEATURES, 1, 0))
+    if mask is not None:
+        mask = F.pad(mask, (1, 0, 1, 0), value=True)
+    scaled = Rules(rules.causal, scale, rules.dropout)
+    return _plain(q, k, v, scaled, mask)[:, :, 1:, : v.shape[-1] - _MORE_FEATURES]
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, rules: Rules, mask: Tensor | None) -> Tensor:
+    assert rules.softcap is not None, "the softcap is known"
+    k, v = for_each_head(k, q.shape[1]), for_each_head(v, q.shape[1])
+    scores = (q @ k.transpose(2, 3)) * rules.scale_of(q)
+    scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    if mask is None and rules.causal:
+        place = torch.arange(q.shape[2], device=q.device)
+        mask = place[:, None] >= place[None, :]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    shares = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(shares, rules.dropout) @ v

@@ -13,7 +13,7 @@ Files outside of this package name no version. What differs between versions for
             (loops/lowering.py)
 up to 2.12  Inductor scatters constants in the default dtype (normalize/plain_values.py) and
             holds kernels on the CPU to the limits of a GPU (memory/kernels.py, simulate_graph.py)
-up to 2.13  a scatter may write over expanded zeros (schedule/delay_embedding_gradient.py);
+up to 2.13  a scatter may write over expanded zeros (schedule/finished_graphs.py);
             transformers builds masks under Dynamo (integrations/transformers_masks.py)
 up to 2.14  a loop's carries are in the order of their first write (loops/lowering.py)
 from 2.13   torch has a chunked head of its own: ``linear_cross_entropy``

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from mstpass.sequences.attention import Method
 from mstpass.sequences.batch import labels_that_count, shard_sequence
-from mstpass.sequences.huggingface import sequence_parallel
-from mstpass.sequences.model_checks import CAUSAL_LOSS, has_own_loss, loss_of
+from mstpass.sequences.huggingface import CAUSAL_LOSS, has_own_loss, loss_of, sequence_parallel
 from mstpass.sequences.ranks import Group, Ranks, ranks_of, sum_over
 from mstpass.trainers.exchange import TrainerError, computes_loss, with_globals
 from mstpass.trainers.trl_head import base_model

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch._inductor.decomposition import decompositions
 
 from mstpass.bench.gpu import llama
-from mstpass.memory.cublas_workspace import cublas_workspace_bytes, is_kept
 from mstpass.memory.scheduled_peak import ReadSchedule
-from mstpass.memory.workspaces import workspace_bytes
+from mstpass.memory.workspaces import cublas_workspace_bytes, is_kept, workspace_bytes
 from tests import test_head_peak as heads
 from tests.cuda.dry_run import dry_run, tensor
 from tests.cuda.generated_code import unused_buffers

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass import backend, rank_agreements
+from mstpass import backend, captured
 from mstpass.bench.comparison import own_code
 from mstpass.torch_internals import collectives
 
@@ -30,7 +30,7 @@ waits_s: list[float] = []  # of this rank for the others, by question
 
 def _device_has(left_bytes: int) -> None:
     backend.device_budget_bytes = lambda *_: left_bytes  # type: ignore[assignment]
-    rank_agreements.least_of_ranks = _timed_least_of_ranks  # type: ignore[assignment]
+    captured.least_of_ranks = _timed_least_of_ranks  # type: ignore[assignment]
 
 
 def _timed_least_of_ranks(number: int) -> collectives.Agreed:

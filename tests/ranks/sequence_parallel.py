@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass.backend import mst
-from mstpass.sequences.rules import Rules
-from mstpass.sequences.whole_attention import attend
+from mstpass.sequences.rules import Rules, attend
 from tests.ranks.sequence_refusals import refusals as refusals
 from tests.ranks.sequences import (
     LENGTH,

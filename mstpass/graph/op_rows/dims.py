@@ -114,7 +114,7 @@ def rows_along_dims() -> dict[Any, Row]:
 
     in_place = along(reads_elsewhere=False)
     triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
-    cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/concatenations.py)
+    cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/kernel_rules.py)
     stacked, inserted = along_dims.stacked, along_dims.select_scattered
     written = along(linearity.sum_of(0, -1), runs=SCATTER)
     sorts = (

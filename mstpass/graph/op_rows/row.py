@@ -80,7 +80,7 @@ class Attention:
         heads_dim: the dim of heads of queries, keys, values and results.
         by_row: it can run on some rows of queries and of the mask (attention.py).
         mask_to_write: the position of the mask that Inductor would write once for each head
-            (schedule/attention_masks.py).
+            (schedule/finished_graphs.py).
         flex: the arguments of FlexAttention; None for all other ops.
         efficient: it is torch's memory-efficient kernel.
     """

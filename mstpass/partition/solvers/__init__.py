@@ -6,7 +6,7 @@ memory. A problem may have regions with several modes. ``with_modes`` puts the l
 modes in place (the first mode of a region that the plan does not name), and the plan's saved set
 names values of the problem that results.
 
-``SOLVERS`` has all solvers by name, registered ones included. Each has a file of its name:
+``SOLVERS`` has all solvers by name, registered ones included. Their files:
 
     peak_search   the default: the least extra time within a budget on the peak
         families.py                         with fewer and more loops that take time
@@ -15,13 +15,12 @@ names values of the problem that results.
         checkpoint_plans.py                 checkpoints on several levels, forms of segments mixed
         offload.py, least_host_memory.py    with saved values on the host
         spend_slack.py                      time for the part of a budget that a plan leaves
-    min_cut       the fewest saved bytes                        (reduce_network.py: its network)
+    min_cut       the fewest saved bytes                        on a network that is reduced first
     checkpoints   what is alive at narrow places of the forward
-        forward_places.py                   the places
         segment_costs.py                    what the segments between them need and take
         checkpoint_table.py                 the placements, by dynamic programming
     milp          the proven optimum       (milp_model.py: the program, memory_lower_bounds.py)
-    knapsack, greedy, save_or_recompute_all.py     simple ones, for comparison
+    knapsack, greedy, save_all, recompute_all     simple_solvers.py, for comparison
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 
 from mstpass.partition.solvers.checkpoints import checkpoints
-from mstpass.partition.solvers.greedy import greedy
-from mstpass.partition.solvers.knapsack import knapsack
 from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.save_or_recompute_all import recompute_all, save_all
+from mstpass.partition.solvers.simple_solvers import greedy, knapsack, recompute_all, save_all
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import OWN_SOLVERS, Solver, registered

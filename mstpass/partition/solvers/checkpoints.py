@@ -9,17 +9,22 @@ arXiv 1604.06174), with boundaries found in the graph.
 Which places are saved, which are recomputed ahead of time from those before them (*nested*
 checkpoints, of any number of levels), and which are not kept is found for each room at once::
 
-    places = the narrow places                                           (forward_places.py)
+    places = the narrow places                                           (``ForwardPlaces``)
     costs = what the segments between them need and take                 (segment_costs.py)
     placements = the fastest for each room, by dynamic programming       (checkpoint_table.py)
 
 Such plans may repeat matmuls and attention: they pay time for memory.
+
+*Position* t lies just after the t-th value of the problem. The *alive* values at a position were
+computed before it and are used after it. A *place* is a position where few bytes are alive: saving
+the alive values there cuts the forward into *segments* that backward recomputes one at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -27,7 +32,6 @@ import numpy as np
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
-from mstpass.partition.solvers.forward_places import ForwardPlaces
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.segment_costs import segment_costs
@@ -198,3 +202,153 @@ def _with_loops_pinned(problem: CutProblem) -> CutProblem:
         for value in problem.values
     )
     return dataclasses.replace(problem, values=tuple(values))
+
+
+_MOST_PLACES = 80  # the table of checkpoint_table.py grows with their third power
+_APART, _FURTHER = 1 / 8192, 1.3  # weight between two places, at least; its steps
+_BESIDE, _AS_NARROW = 2, 1.25  # places on either side; a place may be so much wider than these
+_POSITIONS_COMPARED = 4  # on either side of a place: at none of them fewer bytes are alive
+
+
+class ForwardPlaces:
+    """The narrow places of a problem's forward, by position.
+
+    Values are numbered as in ``problem.values``. A view counts as its base: while the view is used,
+    the base is alive.
+    """
+
+    def __init__(self, problem: CutProblem):
+        self.values = problem.values
+        self._index = {value.name: i for i, value in enumerate(self.values)}
+        self._base = self._bases()
+        alive = self._alive(self._last_uses())
+        self.places = self._narrow_places(alive)
+        self._alive_at = {t: sorted(alive[t] or ()) for t in self.places}
+
+    def names_at(self, place: int) -> frozenset[str]:
+        """The values to save at a place: those alive there."""
+        return frozenset(self.values[i].name for i in self._alive_at[place])
+
+    def spaced(self, others: Iterable[ForwardPlaces] = ()) -> list[int]:
+        """Some of the places, in order: between two of them lie time or bytes worth a place.
+
+        Of places that are close to each other the one with the fewest bytes alive is taken.
+
+        Args:
+            others: the forward with other modes, which have the same values alive at these places.
+        """
+        weights, apart = self._weights(), _APART
+        known = [set(map(other.names_at, other.places)) for other in others]
+        places = [p for p in self.places if all(self.names_at(p) in names for names in known)]
+        if len(places) > _MOST_PLACES:
+            places = self._narrower_than_beside(places)
+        found = self._clusters(places, weights, apart)
+        while len(found) > _MOST_PLACES:
+            apart *= _FURTHER
+            found = self._clusters(places, weights, apart)
+        return [min(close, key=self._alive_bytes) for close in found]
+
+    def _narrower_than_beside(self, places: list[int]) -> list[int]:
+        """Without the places that have one beside them at which far fewer bytes are alive."""
+        sizes = [self._alive_bytes(place) for place in places]
+        return [
+            place
+            for i, (place, size) in enumerate(zip(places, sizes, strict=True))
+            if size <= _AS_NARROW * min(sizes[max(0, i - _BESIDE) : i + _BESIDE + 1])
+        ]
+
+    def _clusters(self, places: list[int], weights: list[float], apart: float) -> list[list[int]]:
+        found: list[list[int]] = []
+        for place in places:
+            if found and weights[place] - weights[found[-1][0]] < apart:
+                found[-1].append(place)
+            else:
+                found.append([place])
+        return found
+
+    def _alive_bytes(self, place: int) -> int:
+        return sum(self.values[i].bytes for i in self._alive_at[place])
+
+    def _weights(self) -> list[float]:
+        """What lies before each position: its share of the time, and of the bytes that backward
+        needs, half each."""
+        needed = self._needed()
+        sizes = [v.bytes if i in needed and not v.free else 0 for i, v in enumerate(self.values)]
+        times = [value.us if value.forward else 0.0 for value in self.values]
+        all_bytes, all_us = sum(sizes) or 1, sum(times) or 1
+        shares = (b / all_bytes + us / all_us for b, us in zip(sizes, times, strict=True))
+        return list(itertools.accumulate(share / 2 for share in shares))
+
+    # ---- what is alive ---------------------------------------------------------------------------
+    def _bases(self) -> list[int]:
+        """For each value the one whose storage it shows: its base if it is a view, or itself.
+
+        Inputs without bytes, such as the sizes of a symbolic view, are not candidates.
+        """
+        base: list[int] = []
+        for i, value in enumerate(self.values):
+            inputs = [self._index[name] for name in value.inputs]
+            shown = [j for j in inputs if self.values[j].bytes] if len(inputs) > 1 else inputs
+            unsavable = not value.savable and not value.tag
+            is_view = unsavable and len(shown) == 1 and value.bytes > 0
+            base.append(base[shown[0]] if is_view else i)
+        return base
+
+    def _last_uses(self) -> list[int]:
+        """For each value the number of the last forward value that reads it or a view of it."""
+        last = list(range(len(self.values)))
+        for i, value in enumerate(self.values):
+            if not value.forward:
+                continue
+            for name in value.inputs:
+                used = self._base[self._index[name]]
+                last[used] = max(last[used], i)
+        return last
+
+    def _alive(self, last_use: list[int]) -> list[frozenset[int] | None]:
+        """The values alive at each position; None where one of them cannot be saved.
+
+        Those that no gradient depends on, such as a counter's next value, are not among them.
+        """
+        found: list[frozenset[int] | None] = []
+        alive: set[int] = set()
+        of_use = self._before_backward()
+        for i, value in enumerate(self.values):
+            alive = {j for j in alive if last_use[j] > i}
+            if not value.free and value.forward and last_use[i] > i and i in of_use:
+                alive.add(i)
+            savable = all(self.values[j].savable for j in alive)
+            found.append(frozenset(alive) if savable else None)
+        return found
+
+    def _before_backward(self) -> set[int]:
+        """The values that backward reads, and all that these are computed from."""
+        found: set[int] = set()
+        for i in reversed(range(len(self.values))):
+            value = self.values[i]
+            if value.needed or not value.forward or i in found:
+                found.update((i, self._base[i]), (self._index[name] for name in value.inputs))
+        return found
+
+    def _narrow_places(self, alive: list[frozenset[int] | None]) -> list[int]:
+        """Positions at which no more bytes are alive than at those nearby."""
+        sizes = [
+            math.inf if numbers is None else sum(self.values[j].bytes for j in numbers)
+            for numbers in alive
+        ]
+        return [
+            t
+            for t, size in enumerate(sizes)
+            if 0 < size < math.inf
+            and size <= min(sizes[max(0, t - _POSITIONS_COMPARED) : t + _POSITIONS_COMPARED + 1])
+            and (t == 0 or alive[t] != alive[t - 1])
+        ]
+
+    def _needed(self) -> set[int]:
+        """Forward values that backward reads, or that a value only backward needs is made from."""
+        read = [value.needed for value in self.values]
+        for i in reversed(range(len(self.values))):
+            if read[i] and not self.values[i].forward:
+                for name in self.values[i].inputs:
+                    read[self._index[name]] = True
+        return {self._base[i] for i, value in enumerate(self.values) if read[i] and value.forward}

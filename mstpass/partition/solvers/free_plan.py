@@ -7,7 +7,7 @@ no higher then: the peak lies elsewhere. The saved set is that of the fewest byt
 no heavy op (min_cut.py); of several, the one of the lower peak.
 
 All that together may take more time than the free plan may, or a higher peak than Inductor alone.
-free_time.py and loops_that_help.py see to that.
+free_bounds.py sees to that.
 
 To try each region by itself would take a simulation per region. Regions are tried together:
 
@@ -35,8 +35,7 @@ from mstpass.partition.solvers.candidate import (
     saving_buffers_first,
 )
 from mstpass.partition.solvers.choose_modes import whole_modes, with_narrower_sums
-from mstpass.partition.solvers.free_time import within_free_time
-from mstpass.partition.solvers.loops_that_help import loops_that_help
+from mstpass.partition.solvers.free_bounds import loops_that_help, within_free_time
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.problem.problem import CutProblem, RegionModes
 

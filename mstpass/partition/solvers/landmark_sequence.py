@@ -30,7 +30,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import Candidate, MeasuredPlan, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.free_plan import every_saving, free_plan
@@ -42,10 +42,9 @@ from mstpass.partition.solvers.low_memory_plans import (
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_floor import PeakFloor
-from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, verify
 
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 _BETWEEN = 24  # plans between two landmarks, at most

@@ -2,19 +2,21 @@
 
 Plans that keep little on the device are tried first, so that the host memory that is left to beat
 is small from the beginning. A plan that cannot do with less takes one simulation.
+
+``more_host_memory`` is how much of it would let a step meet a budget that no plan meets without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.low_memory_plans import every_checkpointed
 from mstpass.partition.solvers.offload import offloaded_within
-from mstpass.problem.host_memory import pinned_bytes
-from mstpass.problem.problem import CutProblem
+from mstpass.problem.problem import CutProblem, pinned_bytes
 from mstpass.problem.saved_set import must_offload
 
 _HOSTS, _SMALLER = 12, 2**-0.5  # for which checkpoints are tried; from one to the next
@@ -57,3 +59,28 @@ def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
         yield from every_checkpointed(family.problem)
     for family in last_first:
         yield from family.sequence(limit_bytes)
+
+
+def more_host_memory(problem: CutProblem, limit_bytes: int) -> str:
+    """A sentence with the host budget that would do.
+
+    Empty if none would, if there is no host, or if the problem's own host budget is as large: then
+    something else than the simulated peak, such as Inductor's schedule, exceeds the budget.
+    """
+    needed = least_host_bytes(problem, limit_bytes)
+    if needed is None or problem.host is None or needed <= problem.host.budget_bytes:
+        return ""
+    text = bytes_text(needed, round_up=True)
+    return f". With host_budget={text} or more, saved values can wait on the host"
+
+
+def least_host_bytes(problem: CutProblem, limit_bytes: int) -> int | None:
+    """The least host budget with which ``peak_search`` finds a plan whose peak is within the limit.
+
+    None if there is no such plan, or the step has no host memory beside it.
+    """
+    if problem.host is None or limit_bytes < 1:
+        return None
+    total = pinned_bytes(value.bytes for value in problem.values)
+    found = least_host_memory(problem, limit_bytes, total)
+    return None if found is None else own_pinned_bytes(found)

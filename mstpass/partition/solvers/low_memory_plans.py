@@ -23,9 +23,8 @@ from mstpass.partition.solvers.checkpoints import (
 )
 from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.partition.solvers.offload import all_offloaded
-from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import read_by_backward
+from mstpass.problem.saved_set import read_by_backward, recomputed_heavy_ops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,8 +37,7 @@ from mstpass.partition.solvers.milp_model import Model, Row
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import recomputed
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.saved_set import InvalidPlan, recomputed, verify
 
 TOLERANCE = 1e-6  # of the time, within which a proven plan is the fastest
 TIME_LIMIT_S = 20.0

@@ -3,8 +3,8 @@
 The values that forward computes first are offloaded first: backward needs them last, so they are
 idle for the longest time, and their copies have most to run beside. How many there are is found by
 bisection on the simulated peak. If they are too large to be in memory whole, loops of the backward
-copy their rows (memory/host_rows.py), which takes time that nothing runs beside: of the first ones
-again, because most gradients are in memory when backward comes to these.
+copy their rows (memory/host_copies.py), which takes time that nothing runs beside: of the first
+ones again, because most gradients are in memory when backward comes to these.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mstpass.partition.solvers.candidate import Candidate
-from mstpass.problem.host_memory import pinned_bytes
-from mstpass.problem.problem import MAY_OFFLOAD
+from mstpass.problem.problem import MAY_OFFLOAD, pinned_bytes
 
 
 def all_offloaded(

@@ -39,7 +39,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 
-from mstpass.partition.solvers.candidate import TIE, Candidate, known_plans
+from mstpass.partition.solvers.candidate import TIE, Candidate, MeasuredPlan, known_plans
 from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
@@ -52,7 +52,6 @@ from mstpass.partition.solvers.offload import (
     offloaded_within,
     ways,
 )
-from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
 

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
+from mstpass.memory.simulate_ops import Moment, Timeline
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.memory.timeline import Moment, Timeline
 from mstpass.partition.solvers.checkpoint_table import Array, Form
 from mstpass.partition.solvers.min_cut import complete
-from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import CONSTANT, INPUT, VIEW
-from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.problem import CutProblem, Value, pinned_bytes
 from mstpass.problem.saved_set import read_by_backward
 
 

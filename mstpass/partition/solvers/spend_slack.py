@@ -28,12 +28,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mstpass.memory.simulate_plan import simulate_plan
+from mstpass.partition.solvers.candidate import MeasuredPlan
 from mstpass.partition.solvers.choose_modes import held_bytes, mode_us, op_times
-from mstpass.partition.solvers.plan_sequence import MeasuredPlan
-from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan, RegionModes
-from mstpass.problem.saved_set import saved_where
+from mstpass.problem.saved_set import recomputed_heavy_ops, saved_where
 
 _OPS = 40_000  # ops that all simulations together may have
 _TRIES = 64  # simulations, at most

@@ -39,7 +39,7 @@ from mstpass.partition.reconstruct.rule import (
     operands,
     unit_roundoff,
 )
-from mstpass.partition.reconstruct.rules.value_ranges import excludes_zero, value_range
+from mstpass.partition.reconstruct.rules.functions import excludes_zero, value_range
 
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
