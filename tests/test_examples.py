@@ -134,7 +134,7 @@ def test_accelerate_loop():
 def printed_by_ranks(name, ranks=2):
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
-    program = ["-m", "tests.ranks.example", str(EXAMPLES / f"{name}.py")]
+    program = ["tests.ranks.example", str(EXAMPLES / f"{name}.py")]
     done = run_ranks_of(program, ranks)
     assert not any(rank.returncode for rank in done), [rank.stderr[-4000:] for rank in done]
     return "".join(rank.stdout for rank in done)

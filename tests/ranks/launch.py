@@ -39,9 +39,10 @@ def run_ranks(
         kernels: the cases that compile kernels in every run; the others do so under ``--all``.
     """
     with tempfile.TemporaryDirectory(prefix="mstpass-ranks-") as folder:
-        command = ["-m", "tests.ranks.launch", folder, module, ",".join(kernels), *cases]
-        for done in run_ranks_of(command, ranks):
-            assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        program = ["tests.ranks.launch", folder, module, ",".join(kernels), *cases]
+        done = run_ranks_of(program, ranks)
+        printed = "\n".join(f"{each.stdout[-2000:]}\n{each.stderr[-6000:]}" for each in done)
+        assert not any(each.returncode for each in done), printed
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         by_rank = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return {case: [results[case] for results in by_rank] for case in cases}
