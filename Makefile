@@ -1,9 +1,10 @@
 # Every target sets itself up: a Python >= 3.10 with its headers, pip, make and g++ are enough.
 #   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
 #   make gallery   pictures of the plans of reference models
-#   make test   the test suite: 20 to 30 minutes on two cores
-#   make test-all   the same with kernels in every test, and the tests marked `full`: hours
-#   make coverage   the lines of mstpass that `make test` runs
+#   make test   the test suite, but for the lab's
+#   make test-lab   the tests of the lab: benchmarks, fuzzer, demo, planner
+#   make test-all   both with kernels in every test, and the tests marked `full`: hours
+#   make coverage   the lines of mstpass that `make test` and `make test-lab` run
 #   make test-versions   the tests on every torch and Python that mstpass supports; hours
 #   make test-cuda   the tests for CUDA; without a GPU: the code for one, compiled and checked
 #   make lint   ruff and mypy
@@ -17,7 +18,7 @@ READY  := $(VENV)/.ready
 PYTEST_ARGS := pytest -n 2 --dist worksteal
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m $(PYTEST_ARGS)
 
-.PHONY: demo gallery test test-all test-versions coverage test-cuda lint size docs format bench setup clean
+.PHONY: demo gallery test test-lab test-all test-versions coverage test-cuda lint size docs format bench setup clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -37,7 +38,10 @@ gallery: $(READY)
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)
-	$(PYTEST) -m "not dry_run" $(ARGS)
+	$(PYTEST) -m "not lab and not dry_run" $(ARGS)
+
+test-lab: $(READY)
+	$(PYTEST) -m "lab and not dry_run" $(ARGS)
 
 test-all: $(READY)
 	$(PYTEST) --all -m "not dry_run" $(ARGS)

@@ -27,6 +27,11 @@ from tests.mixed_solver import mixed_wherever_possible
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
+# The beginnings of files whose tests are marked `lab`: of what stands beside the compiler.
+_LAB = (
+    *("test_bench_", "test_cli_plan", "test_demo"),
+    *("test_fuzz.", "test_fuzz_peaks", "test_planner"),
+)
 
 CUDA = pytest.param(
     "cuda",
@@ -75,8 +80,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests run first: at the end of a run no worker then waits for another one's."""
+    for item in items:
+        if item.path.name.startswith(_LAB):
+            item.add_marker("lab")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not config.getoption("--all"):
         skip = pytest.mark.skip(reason="runs with --all")

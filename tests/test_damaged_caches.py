@@ -174,9 +174,11 @@ def test_what_has_no_key_is_not_cached(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     """They compile the same step into one empty cache at once; a third one finds it there."""
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(test_cache._run, tmp_path, f"run-{i}", False) for i in range(2)]
+        futures = [
+            pool.submit(test_cache._run, tmp_path, f"run-{i}", False, False) for i in range(2)
+        ]
         first, second = (future.result() for future in futures)
-    third = test_cache._run(tmp_path, "run-2", False)
+    third = test_cache._run(tmp_path, "run-2", False, False)
     assert third["autograd"].get("autograd_cache_hit") == 1  # type: ignore[attr-defined]
     for name in ("regions", "gradient", "norm", "text"):
         assert first[name] == second[name] == third[name]

@@ -31,17 +31,25 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=_name)
-def test_links_exist(path: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+def test_links_exist() -> None:
     made = {DOCS / "gallery.md", DOCS / "report-example.md"}  # while the site is built
-    missing = [t for t in targets if not (path.parent / t).exists()]
-    assert not [t for t in missing if (path.parent / t).resolve() not in made]
+    missing = {}
+    for path in PAGES:
+        targets = re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+        files = [path.parent / target for target in targets]
+        missing[_name(path)] = [f for f in files if not f.exists() and f.resolve() not in made]
+    assert not {page: files for page, files in missing.items() if files}
 
 
-@pytest.mark.parametrize("path", [*PAGES, DOCS / "img" / "pipeline.dot"], ids=_name)
-def test_files_that_are_named_exist(path: Path) -> None:
+def test_files_that_are_named_exist() -> None:
     """``mstpass/a/b.py``, ``tests/test_a.py``, and ``a/b.py`` in the picture."""
+    pages = [*PAGES, DOCS / "img" / "pipeline.dot"]
+    missing = {_name(path): _missing(path) for path in pages}
+    assert not {page: names for page, names in missing.items() if names}
+
+
+def _missing(path: Path) -> set[str]:
+    """The files that a page names and that do not exist."""
     text = path.read_text(encoding="utf-8")
     named = re.findall(r"\b((?:mstpass|tests|viz|examples)/[\w/]+(?:\.py|/(?=`)))", text)
     if path.suffix == ".dot":
@@ -49,9 +57,8 @@ def test_files_that_are_named_exist(path: Path) -> None:
         shown = re.findall(r'<font face="Courier"[^>]*>(.*?)</font>', text)
         named = [f"mstpass/{name}" for line in shown for name in re.findall(inside, line)]
         assert len(named) > 20
-    assert not [name for name in named if not (ROOT / name).exists()]
     alone = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text))
-    assert not alone - _FILES - USERS
+    return {name for name in named if not (ROOT / name).exists()} | (alone - _FILES - USERS)
 
 
 def test_names_of_the_api_pages_exist() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checks import compiles_kernels
+from tests.forks import run_ranks_of
 
 pytestmark = pytest.mark.op_by_op
 
@@ -133,11 +134,10 @@ def test_accelerate_loop():
 def printed_by_ranks(name, ranks=2):
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    program = ["tests.ranks.example", str(EXAMPLES / f"{name}.py")]
+    done = run_ranks_of(program, ranks)
+    assert not any(rank.returncode for rank in done), [rank.stderr[-4000:] for rank in done]
+    return "".join(rank.stdout for rank in done)
 
 
 def run_on_two_ranks(name):

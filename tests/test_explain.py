@@ -29,6 +29,7 @@ from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from . import refused
 from .checks import joint_graph
 from .models import TinyLM, next_token_loss
+from .source_files import parsed
 
 ROOT = Path(mstpass.__file__).parent
 
@@ -156,7 +157,7 @@ def _reasons() -> set[str]:
     files = {path for room in rooms for path in (ROOT / room).rglob("*.py")}
     files = {path for path in files if path.name != "close_fused.py"}  # its reasons are notes
     for path in (*files, ROOT / "pipeline_stages.py"):
-        for call in ast.walk(ast.parse(path.read_text())):
+        for call in ast.walk(parsed(path)):
             if not isinstance(call, ast.Call) or not call.args:
                 continue
             name = getattr(call.func, "id", "")

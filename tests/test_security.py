@@ -29,9 +29,9 @@ from mstpass.plain_data import MOST_BYTES, printable
 from mstpass.planner.models import config_of
 from mstpass.problem.problem import CutProblem
 from mstpass.report.report import Report
+from tests.source_files import FILES, name_of, parsed
 from tests.synthetic_reports import llama_report
 
-ROOT = Path(mstpass.__file__).parent
 HOSTILE = "<script>hacked=1</script>\"'\\<b>&#x1b[2J\x1b[2J\u202e\ud800"
 
 
@@ -66,9 +66,9 @@ def _runs_data(node: ast.AST) -> str:
 
 def test_no_file_is_run_or_unpickled() -> None:
     found = {
-        (str(path.relative_to(ROOT)), name)
-        for path in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        (name_of(path), name)
+        for path in FILES
+        for node in ast.walk(parsed(path))
         if (name := _runs_data(node))
     }
     assert found == _ALLOWED

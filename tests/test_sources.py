@@ -9,9 +9,8 @@ from pathlib import Path
 import networkx as nx
 
 from mstpass.walk import needed_first, walk
+from tests.source_files import FILES, name_of, parsed
 
-ROOT = Path(__file__).parent.parent / "mstpass"
-FILES = sorted(ROOT.rglob("*.py"))
 RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along, which is bounded
     "backend.py": dict.fromkeys(
         ["_compiled_and_reported", "_without_repeated_collectives"],
@@ -100,7 +99,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
 
 def test_every_assertion_has_a_sentence() -> None:
     """An assertion that does not hold is told in a report, which must say what was expected."""
-    nodes = ((path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text())))
+    nodes = ((path, node) for path in FILES for node in ast.walk(parsed(path)))
     bare = [f"{p}:{n.lineno}" for p, n in nodes if isinstance(n, ast.Assert) and n.msg is None]
     assert not bare
 
@@ -138,7 +137,7 @@ def _called(function: ast.AST, known: dict[str, str]) -> set[str]:
 
 def _recursive(path: Path) -> set[str]:
     graph: nx.DiGraph[str] = nx.DiGraph()
-    for name, function, known in _functions(ast.parse(path.read_text())):
+    for name, function, known in _functions(parsed(path)):
         graph.add_edges_from((name, other) for other in _called(function, known))
     circles = (c for c in nx.strongly_connected_components(graph) if len(c) > 1)
     return {*nx.nodes_with_selfloops(graph), *(name for circle in circles for name in circle)}
@@ -147,7 +146,7 @@ def _recursive(path: Path) -> set[str]:
 def test_no_function_recurses_along_a_graph() -> None:
     """A chain of nodes may be longer than Python's stack: mstpass/walk.py walks without it."""
     walking = [path for path in FILES if "bench" not in path.parts]  # which walks no graph
-    found = {str(path.relative_to(ROOT)): _recursive(path) for path in walking}
+    found = {name_of(path): _recursive(path) for path in walking}
     listed = {name: set(functions) for name, functions in RECURSIVE.items()}
     assert {name: functions for name, functions in found.items() if functions} == listed
 

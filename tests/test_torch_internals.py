@@ -34,9 +34,9 @@ from mstpass.torch_internals.versions import (
     is_newer,
     warn_if_newer,
 )
+from tests.source_files import FILES, ROOT, name_of, parsed
 from tests.torch_probes import of_frontend, of_graphs, of_inductor
 
-ROOT = Path(mstpass.__file__).parent
 CHECKS = {**vars(of_graphs), **vars(of_frontend), **vars(of_inductor)}
 
 
@@ -251,7 +251,7 @@ def run_together(*functions: Callable[[], None]) -> None:
 
 # ---- no private API of torch outside of its home ------------------------------------------------
 _HOME = ROOT / "torch_internals"
-_FILES = [path for path in ROOT.rglob("*.py") if _HOME not in path.parents]
+_FILES = [path for path in FILES if _HOME not in path.parents]
 # not torch's: a named tuple's method, the interpreter's frame, whether an import is under way, the
 # names of an enum's own protocol, and what transformers and TRL have
 _OTHERS = {
@@ -267,26 +267,25 @@ _OTHERS = {
 _OPS = ("aten", "prims", "torch.ops.aten")  # ops, some of whose names begin with an underscore
 
 
-@pytest.mark.parametrize("path", _FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_apis_are_used_in_their_homes_alone(path: Path) -> None:
-    found = [f"{path.name}:{node.lineno} {name}" for node, name in _private_names(path) if name]
+def test_private_apis_are_used_in_their_homes_alone() -> None:
+    names = ((path, *found) for path in _FILES for found in _private_names(parsed(path)))
+    found = [f"{name_of(path)}:{node.lineno} {name}" for path, node, name in names if name]
     assert not found, "move it to mstpass/torch_internals"
 
 
-def test_private_apis_are_found(tmp_path: Path) -> None:
-    path = tmp_path / "all.py"
-    path.write_text(
+def test_private_apis_are_found() -> None:
+    tree = ast.parse(
         "import torch._a\nimport torch.b._c as c\nfrom torch._d import e\nfrom torch.f import _g\n"
         "from torch.h._i import j\ntorch._k.l\nx._m.n\ngetattr(x, '_o')\n"
         "from torch import fx\nself._p\naten._q.default\ngetattr(x, 'r')\nx.__s__\n"
     )
-    found = [node.lineno for node, name in _private_names(path) if name]
+    found = [node.lineno for node, name in _private_names(tree) if name]
     assert sorted(found) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
+def _private_names(tree: ast.AST) -> Iterator[tuple[Any, str]]:
     """Nodes of a file's syntax tree, with the private name of torch that each uses, if any."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -309,8 +308,7 @@ def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
 
 def test_versions_of_torch_are_asked_for_in_one_place() -> None:
     """Support for a new torch touches mstpass/torch_internals alone."""
-    trees = ((path, ast.parse(path.read_text())) for path in _FILES)
-    found = [f"{path.name}:{node.lineno}" for path, tree in trees for node in _versions(tree)]
+    found = [f"{name_of(p)}:{node.lineno}" for p in _FILES for node in _versions(parsed(p))]
     assert not found, "ask mstpass/torch_internals/versions.py"
 
 
@@ -340,16 +338,21 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("path", sorted(_HOME.glob("*.py")), ids=lambda path: path.stem)
-def test_the_probes_of_a_file_list_what_it_imports(path: Path) -> None:
-    imported = {
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(path.read_text()))
+def test_the_probes_of_a_file_list_what_it_imports() -> None:
+    imported = [
+        (path, f"{node.module}.{alias.name}")
+        for path in _HOME.glob("*.py")
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ImportFrom) and _is_private_path(str(node.module))
         for alias in node.names
-    }
-    listed = " ".join(api for probe in PROBES if probe.adapter == path.stem for api in probe.apis)
-    assert not {name for name in imported if name not in listed}
+    ]
+    assert len(imported) > 100
+    listed = {path: " ".join(_apis_of(path)) for path, _ in imported}
+    assert not [f"{name_of(path)}: {name}" for path, name in imported if name not in listed[path]]
+
+
+def _apis_of(adapter: Path) -> list[str]:
+    return [api for probe in PROBES if probe.adapter == adapter.stem for api in probe.apis]
 
 
 def _is_private_path(module: str) -> bool:

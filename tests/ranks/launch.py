@@ -1,31 +1,32 @@
-"""Runs a program on several ranks, as ``torchrun`` does, and reads what each rank found.
+"""Runs a program on several ranks, and reads what each rank found.
 
-Starting processes and compiling take most of the time, so one program runs several cases. A case is
-a function of its module without arguments; it returns plain data for JSON. The ranks of a case meet
-before the next one.
+Compiling takes most of the time, so one program runs several cases. A case is a function of its
+module without arguments, or one of the module's CASES, which take the mesh of all ranks; it returns
+plain data for JSON. The ranks of a case meet before the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checks import op_by_op
+from tests.forks import run_ranks_of
 
 Found = dict[str, list[dict[str, Any]]]  # by case, the result of each rank
-ROOT = Path(__file__).parent.parent.parent
 _MEETING = datetime.timedelta(seconds=600)  # of a busy machine, whose ranks compile
 
 
@@ -38,23 +39,21 @@ def run_ranks(
         kernels: the cases that compile kernels in every run; the others do so under ``--all``.
     """
     with tempfile.TemporaryDirectory(prefix="mstpass-ranks-") as folder:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        program = ["-m", "tests.ranks.launch", folder, module, ",".join(kernels), *cases]
-        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        done = subprocess.run(
-            [sys.executable, *launch, *program],
-            cwd=ROOT,
-            env={**os.environ, **threads},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-        assert done.returncode == 0, output
+        program = ["tests.ranks.launch", folder, module, ",".join(kernels), *cases]
+        done = run_ranks_of(program, ranks)
+        printed = "\n".join(f"{each.stdout[-2000:]}\n{each.stderr[-6000:]}" for each in done)
+        assert not any(each.returncode for each in done), printed
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         by_rank = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return {case: [results[case] for results in by_rank] for case in cases}
+
+
+def _case(program: ModuleType, name: str) -> Callable[[], dict[str, Any]]:
+    if name not in getattr(program, "CASES", ()):
+        found: Callable[[], dict[str, Any]] = getattr(program, name)
+        return found
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return functools.partial(program.CASES[name], mesh)
 
 
 def main(folder: str, module: str, kernels: str, *cases: str) -> None:
@@ -66,7 +65,7 @@ def main(folder: str, module: str, kernels: str, *cases: str) -> None:
         torch.compiler.reset()
         whole = case in kernels.split(",")
         with contextlib.nullcontext() if whole else op_by_op():
-            found[case] = getattr(program, case)()  # an error ends all ranks: none waits for it
+            found[case] = _case(program, case)()  # an error ends all ranks: none waits for it
         dist.barrier()
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

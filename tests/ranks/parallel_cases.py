@@ -1,6 +1,6 @@
 """Models that two ranks share, as cases: each is compiled with mst and compared with eager.
 
-Run by ``tests/ranks/worker.py`` in two processes. A case builds its model twice, with the same
+Run by ``tests/ranks/launch.py`` in two processes. A case builds its model twice, with the same
 weights on every rank; one copy is run without ``torch.compile``. What a rank finds goes back to the
 test as plain numbers.
 """
