@@ -145,8 +145,8 @@ class _Features(Growth):
     def holds(self, node: fx.Node) -> bool:
         return has_tokens(self.specs.get(node, WHOLE))
 
-    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
-        needs = super()._needs_for(member, spec) if self.may_hold(member) else {}
+    def needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+        needs = super().needs_for(member, spec) if self.may_hold(member) else {}
         return {} if isinstance(needs, Refusal) else needs
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
@@ -220,13 +220,13 @@ class _Gradients(Growth):
         made = self.operand_specs(node, needed)
         return node in self.facts.specs and known and not isinstance(made, Refusal)
 
-    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+    def needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
         self.inputs.update((size, WHOLE) for size in member.all_input_nodes if is_size(size))
         if isinstance(spec, Reduced):
             if self.features.specs.get(member) == SUM:
                 return self.features.required_specs(member)
             return Refusal("a section needs it, and it needs all features")
-        needs = super()._needs_for(member, spec)
+        needs = super().needs_for(member, spec)
         if isinstance(needs, Refusal):
             return Refusal(needs.reason.replace("heads", "features"))
         return needs

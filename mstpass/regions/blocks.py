@@ -266,7 +266,7 @@ class _Block(Growth):
             result = self.result(node, operand, held) if held else WHOLE
             if isinstance(result, Refusal) or (result != SUM and not has_tokens(result)):
                 continue
-            needs = self._needs_for(node, result)
+            needs = self.needs_for(node, result)
             if not isinstance(needs, Refusal) and self._fit(needs):
                 self.add(node, result)
                 return True

@@ -79,7 +79,7 @@ class Growth:
         self.joint, self.axis, self.taken = joint, axis, taken
         self.specs: dict[fx.Node, Spec | Reduced] = {}
         self._known = joint.cached(_known_specs)
-        self._queue: deque[fx.Node] = deque()
+        self.queue: deque[fx.Node] = deque()
 
     # ---- what an axis says of nodes ------------------------------------------------------------
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
@@ -117,12 +117,12 @@ class Growth:
         )
 
     def _needs_of(self, node: fx.Node, spec: Spec | Reduced) -> OperandSpecs:
-        found = self._needs_for(node, spec)
+        found = self.needs_for(node, spec)
         if isinstance(found, Refusal):
             raise CannotTake(node, found.reason)
         return found
 
-    def _needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
+    def needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
         if not isinstance(spec, Reduced):
             return self.operand_specs(member, spec)
         for operand in member.all_input_nodes:
@@ -163,8 +163,8 @@ class Growth:
             CannotTake: two members need different dims of a value, or a node that must cannot join.
         """
         self._put(node, spec)
-        while self._queue:
-            member = self._queue.popleft()
+        while self.queue:
+            member = self.queue.popleft()
             for operand, needed in self.required_specs(member).items():
                 self._pull(operand, needed)
             own = self.specs[member]
@@ -177,7 +177,7 @@ class Growth:
             if node in self.taken and spec != WHOLE:
                 raise CannotTake(node, ANOTHER)
             self.specs[node] = spec
-            self._queue.append(node)
+            self.queue.append(node)
         elif known != spec:
             raise CannotTake(node, self.of_two_specs.format(known, spec))
 

@@ -73,7 +73,7 @@ class WideGrowth(Growth):
     def copy(self) -> WideGrowth:
         other = copy.copy(self)
         other.specs, other.returned = dict(self.specs), set(self.returned)
-        other._queue = deque()
+        other.queue = deque()
         return other
 
     def adopt(self, other: WideGrowth) -> None:
