@@ -168,12 +168,11 @@ def attention_candidates(
     known: dict[Region, RegionCandidates] = {}
     for region in regions:
         copy = originals.of(region)
-        if copy is None:
+        if copy is not None and (found := _copy(known[copy[0]], region, copy[1])):
+            known[region] = found
+        else:
             counts = _counts_of_heads(region)
             known[region] = _candidates(joint, region, counts, accumulate)
-        else:
-            original, names = copy
-            known[region] = _copy(known[original], region, names)
     candidates = [*known.values()]
     for region in masked:
         over_rows = _candidates(joint, region, _counts_of_rows(region), accumulate)
@@ -187,12 +186,19 @@ def attention_candidates(
     return candidates, [*rejections, *refused]
 
 
-def _copy(original: RegionCandidates, region: Region, names: Names) -> RegionCandidates:
-    """The candidates of a region that is equal to another one but for names."""
+def _copy(original: RegionCandidates, region: Region, names: Names) -> RegionCandidates | None:
+    """The candidates of a region that is equal to another one but for names; None if their loops
+    read more than is known to be equal."""
+    plans: list[tuple[str, ChunkPlan]] = []
+    for name, plan in original.plans:
+        own = renamed_plan(plan, names, region)
+        if own is None:
+            return None
+        plans.append((name, own))
     return dataclasses.replace(
         original,
         region=region.members[-1][0],
-        plans=tuple((name, renamed_plan(plan, names, region)) for name, plan in original.plans),
+        plans=tuple(plans),
         original=original.region,
         names=names,
     )

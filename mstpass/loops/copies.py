@@ -58,8 +58,13 @@ def renamed_region(region: Region, names: Names, like: Region) -> Region:
     )
 
 
-def renamed_plan(plan: ChunkPlan, names: Names, region: Region) -> ChunkPlan:
-    """The plan of a region for a copy of it."""
+def renamed_plan(plan: ChunkPlan, names: Names, region: Region) -> ChunkPlan | None:
+    """The plan of a region for a copy of it; None if it has nodes that are not next to the region.
+
+    A loop may read what a view next to the region shows.
+    """
+    if not _knows(names, plan):
+        return None
     return dataclasses.replace(
         plan,
         source=region.source,
@@ -92,12 +97,20 @@ def _renamed_loop(loop: LoopPlan, names: Names) -> LoopPlan:
 
 
 def _all_of(names: Names) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    return lambda each: tuple([names[name] for name in each])
+    return lambda each: tuple([names.get(name, name) for name in each])
+
+
+def _knows(names: Names, plan: ChunkPlan) -> bool:
+    """Whether all nodes of a plan have a name."""
+    used = {*(name for name, _ in plan.members), *plan.saved}
+    for loop in plan.loops:
+        used.update(loop.members, loop.prelude, (item.node for item in loop.inputs))
+    return used <= names.keys()
 
 
 def is_copy(plan: ChunkPlan, names: Names, other: ChunkPlan) -> bool:
     """Whether another plan has the loops of this one under other names."""
-    if not all(name in names for name, _ in plan.members):  # such as those of a block
+    if not _knows(names, plan):  # such as those of a block
         return False
     loops = tuple(_renamed_loop(loop, names) for loop in plan.loops)
     return (plan.kind, plan.mode, loops) == (other.kind, other.mode, other.loops)

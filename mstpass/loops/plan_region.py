@@ -253,7 +253,8 @@ class CopyPlanner(RegionPlanner):
         found = self.original.plan(mode, old, length)
         if isinstance(found, Rejection):
             return dataclasses.replace(found, node=self.region.name, source=self.region.source)
-        return renamed_plan(found, self.names, self.region)
+        own = renamed_plan(found, self.names, self.region)
+        return super()._plan(mode, may_recompute, length) if own is None else own
 
 
 def planners_of(

@@ -160,8 +160,9 @@ def _read(
     growth: WideGrowth, without: Set[fx.Node] = frozenset()
 ) -> Iterator[tuple[fx.Node, Spec]]:
     """What members read from outside, and how; ``without`` what some members read."""
-    for member, operand, spec in growth.reads():
-        if growth.specs[member] != WHOLE and member not in without and operand not in growth.specs:
+    members = (n for n, spec in growth.specs.items() if spec != WHOLE and n not in without)
+    for _, operand, spec in growth.reads(members):
+        if operand not in growth.specs:
             yield operand, spec
 
 

@@ -99,9 +99,11 @@ class Growth:
         """
         return self._needs_of(member, self.specs[member])
 
-    def reads(self) -> Iterator[tuple[fx.Node, fx.Node, Spec]]:
-        """Each member, and each of its operands with the spec that the member requires."""
-        for member in self.specs:
+    def reads(
+        self, members: Iterable[fx.Node] | None = None
+    ) -> Iterator[tuple[fx.Node, fx.Node, Spec]]:
+        """Each member, or some, and each of its operands with the spec that the member requires."""
+        for member in self.specs if members is None else members:
             for operand, spec in self.required_specs(member).items():
                 yield member, operand, spec
 
