@@ -175,6 +175,7 @@ def _reasons() -> set[str]:
 _INTERNAL = {
     "X",
     "X: X",
+    "X X",  # an op, and what it does along a token dim
     "X is a X, not an op",
     "no operand of the sum is cut",
     # why a region has no sections of its features: it has its other modes

@@ -211,6 +211,7 @@ _ADVICE = (
     (
         r"reduce[sd] over|along (a|the) token dim|normalizes over tokens|over all elements"
         r"|whole tensors|sum over all tokens|without dims|no operand that it sums"
+        r"|scales that all tokens decide"
         r"|sums over the tokens|itself|two roles|bias and as factor|depend on tokens"
         r"|features of an embedding",
         _ROWWISE,
