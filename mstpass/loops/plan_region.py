@@ -84,10 +84,12 @@ class RegionPlanner:
         """
         key = mode, may_recompute, length
         if key not in self._plans:
-            self._plans[key] = self._plan(*key)
+            self._plans[key] = self.uncached(*key)
         return self._plans[key]
 
-    def _plan(self, mode: str, may_recompute: frozenset[str], length: str) -> ChunkPlan | Rejection:
+    def uncached(
+        self, mode: str, may_recompute: frozenset[str], length: str
+    ) -> ChunkPlan | Rejection:
         sections = None
         if mode == MIXED:
             if isinstance(self.sections, Refusal):
@@ -248,13 +250,15 @@ class CopyPlanner(RegionPlanner):
     def has_sections(self) -> bool:
         return self.original.has_sections
 
-    def _plan(self, mode: str, may_recompute: frozenset[str], length: str) -> ChunkPlan | Rejection:
+    def uncached(
+        self, mode: str, may_recompute: frozenset[str], length: str
+    ) -> ChunkPlan | Rejection:
         old = frozenset(self._old_names[name] for name in may_recompute)
         found = self.original.plan(mode, old, length)
         if isinstance(found, Rejection):
             return dataclasses.replace(found, node=self.region.name, source=self.region.source)
         own = renamed_plan(found, self.names, self.region)
-        return super()._plan(mode, may_recompute, length) if own is None else own
+        return super().uncached(mode, may_recompute, length) if own is None else own
 
 
 def planners_of(
