@@ -27,7 +27,7 @@ from mstpass.graph.loop_work import head_loop_work, loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic
 from mstpass.graph.traffic import moved_bytes
-from mstpass.loops.body.build import build_body
+from mstpass.loops.body.build import build_body, is_literal
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.copies import is_copy
@@ -159,9 +159,14 @@ class _Loops:
         return tuple(found.items())
 
     def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
-        """The inputs; in place of nodes of the prelude, those that the prelude reads."""
+        """The inputs; in place of nodes of the prelude, those that the prelude reads.
+
+        Literals are in the loop's body.
+        """
         prelude = set(loop.prelude)
-        needs = [item.node for item in loop.inputs if item.node not in prelude]
+        inputs = (item for item in loop.inputs if item.node not in prelude)
+        node = self.joint.by_name
+        needs = [i.node for i in inputs if i.spec or not is_literal(node[i.node])]
         for name in loop.prelude:
             operands = self.joint.by_name[name].all_input_nodes
             needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]

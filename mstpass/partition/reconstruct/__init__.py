@@ -50,7 +50,7 @@ from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.passes.facts import ALWAYS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import Reconstructed
-from mstpass.problem.problem import CutProblem, Plan, with_needs
+from mstpass.problem.problem import CutProblem, Plan, Value, with_needs
 from mstpass.problem.saved_set import verify
 from mstpass.walk import walk_once
 
@@ -269,12 +269,15 @@ def _with_inverses(problem: CutProblem, before: JointGraph, rewritten: Rewritten
         for value in described(joint, new, problem.host is not None)
     )
     place = {node.name: number for number, node in enumerate(joint.nodes)}
-    left = (value for value in problem.values if value.name in place)
-    backward = tuple(
-        value.reading(read, value.name) for value in problem.backward if value.name in place
-    )
+
+    def left(values: tuple[Value, ...]) -> list[Value]:
+        """Those that are there still. A constant that only loops read is in their bodies."""
+        kept = (value for value in values if value.name in place)
+        return [v.changed(inputs=tuple(n for n in v.inputs if n in place)) for v in kept]
+
+    backward = tuple(value.reading(read, value.name) for value in left(problem.backward))
     gradients = tuple(read.get(name, name) for name in problem.gradients)
-    ordered = sorted((*left, *written), key=lambda value: place[value.name])
+    ordered = sorted((*left(problem.values), *written), key=lambda value: place[value.name])
     return dataclasses.replace(
         problem,
         values=with_needs(ordered, backward, gradients),
