@@ -22,7 +22,12 @@ class Originals:
         self.regions: list[Region] = []
 
     def of(self, region: Region) -> tuple[Region, Names] | None:
-        """The region that this one is a copy of; None if it is the first of its kind."""
+        """The region that this one is a copy of; None if it is the first of its kind.
+
+        What is computed before a loop is not next to its region, and not compared.
+        """
+        if region.prelude:
+            return None
         for original in self.regions[-_TRIED:]:
             names = self._names(original, region)
             if names is not None:
@@ -53,7 +58,6 @@ def renamed_region(region: Region, names: Names, like: Region) -> Region:
         outputs=all_of(region.outputs),
         backward=frozenset(all_of(tuple(region.backward))),
         unit=names.get(region.unit, region.unit) if region.unit is not None else None,
-        prelude=all_of(region.prelude),
         returned=all_of(region.returned),
     )
 
@@ -91,8 +95,7 @@ def _renamed_loop(loop: LoopPlan, names: Names) -> LoopPlan:
         members=all_of(loop.members),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        unit=names.get(loop.unit) if loop.unit is not None else None,
-        prelude=all_of(loop.prelude),
+        unit=names.get(loop.unit, loop.unit) if loop.unit is not None else None,
     )
 
 
@@ -104,7 +107,7 @@ def _knows(names: Names, plan: ChunkPlan) -> bool:
     """Whether all nodes of a plan have a name."""
     used = {*(name for name, _ in plan.members), *plan.saved}
     for loop in plan.loops:
-        used.update(loop.members, loop.prelude, (item.node for item in loop.inputs))
+        used.update(loop.members, (item.node for item in loop.inputs))
     return used <= names.keys()
 
 
