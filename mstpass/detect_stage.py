@@ -16,7 +16,8 @@ from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import MIXED, ChunkPlan, Rejection
+from mstpass.plans import ChunkPlan, Rejection
+from mstpass.problem.problem import MIXED
 from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 

@@ -16,7 +16,6 @@ from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
 from mstpass.problem.problem import pinned_bytes
 
-FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"
 FLOAT32, INPUT = "float32", "input"  # ``LoopPlan.accumulate``
 AUTO = "auto"  # the option of this name: one of them for each loop
 # A sum kept in 16 bits is rounded once for each chunk, and eager's once. With the roundings that

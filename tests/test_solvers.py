@@ -117,9 +117,9 @@ def test_a_call_needs_its_operands_results_and_workspace() -> None:
 def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
     """Else loops over heads to choose from made plans slower than without them."""
 
-    def mode(name: str, node: str, wide: bool = False) -> Mode:
+    def mode(kind: str, node: str, wide: bool = False, chunks: str = "") -> Mode:
         loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
-        return Mode(name, (loop,), wide=wide)
+        return Mode(kind, (loop,), wide, chunks)
 
     values = (
         Value("x", 8, kind=INPUT, free=True),
@@ -127,10 +127,11 @@ def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
         Value("head", 8, ("x",), CALL),
     )
     head = RegionModes("head", (mode("fused", "head"), mode("mixed", "head")))
-    modes = mode("save, 2 groups", "attention", True), mode("recompute", "attention", True)
+    modes = mode("save", "attention", True, "short chunks"), mode("recompute", "attention", True)
     attention = RegionModes("attention", (Mode("whole"), *modes))
     problem = CutProblem(values, outputs=("attention", "head"), regions=(head, attention))
-    every, save = ("whole", "save, 2 groups", "recompute"), ("whole", "save, 2 groups")
+    save = ("whole", "save, short chunks, block")
+    every = (*save, "recompute, block")
     found = [
         tuple(tuple(mode.name for mode in region.modes) for region in family.problem.regions)
         for family in families(problem)

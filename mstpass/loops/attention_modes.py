@@ -34,7 +34,7 @@ from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
-from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of
+from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.chunk_length import SHORT, USUAL
 from mstpass.loops.copies import Names, Originals, renamed_plan
 from mstpass.loops.plan_region import RegionPlanner
@@ -42,7 +42,8 @@ from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import FLOAT32, INPUT, RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
+from mstpass.plans import FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
+from mstpass.problem.problem import RECOMPUTE, SAVE, Mode
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.blocks import detect_blocks
 from mstpass.regions.detect import find_regions
@@ -100,13 +101,13 @@ def block_candidates(
     for block in blocks:
         planner = RegionPlanner(joint, block, options)
         products = frozenset(node.name for node in planner.facts.specs if ops.is_matmul(node))
-        plans: dict[str, ChunkPlan] = {}
+        plans: dict[Mode, ChunkPlan] = {}
         for mode, length in itertools.product((SAVE, RECOMPUTE), (USUAL, SHORT)):
             plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
             if isinstance(plan, Rejection):
                 rejections.append(plan)
             elif plan not in plans.values():
-                plans[name_of(plan.mode, length)] = plan
+                plans[Mode(plan.mode, wide=True, chunks=length)] = plan
         if plans:
             is_optional = not block.unbounded
             of_block = block.members[-1][0], tuple(plans.items()), is_optional, is_optional
@@ -142,8 +143,7 @@ def _with_blocks(
         inside |= computed
         if len(mlps) == 1 and not alone:
             (mlp,) = mlps
-            named = tuple((f"{name}, block", plan) for name, plan in block.plans)
-            block = dataclasses.replace(mlp, plans=(*mlp.plans, *named))
+            block = dataclasses.replace(mlp, plans=(*mlp.plans, *block.plans))
         found.append(block)
     return [*(c for c in candidates if inside.isdisjoint(_computed_in(c))), *found]
 
@@ -189,12 +189,12 @@ def attention_candidates(
 def _copy(original: RegionCandidates, region: Region, names: Names) -> RegionCandidates | None:
     """The candidates of a region that is equal to another one but for names; None if their loops
     read more than is known to be equal."""
-    plans: list[tuple[str, ChunkPlan]] = []
-    for name, plan in original.plans:
+    plans: list[tuple[Mode, ChunkPlan]] = []
+    for mode, plan in original.plans:
         own = renamed_plan(plan, names, region)
         if own is None:
             return None
-        plans.append((name, own))
+        plans.append((mode, own))
     return dataclasses.replace(
         original,
         region=region.members[-1][0],
@@ -233,7 +233,7 @@ def _candidates(
     modes = {mode.mode: mode for mode in each}
     what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
     plans = tuple(
-        (f"{mode}, {count} {what}", plan_of_groups(facts, loops, count))
+        (Mode(mode, chunks=f"{count} {what}"), plan_of_groups(facts, loops, count))
         for mode, loops in modes.items()
         for count in counts
     )

@@ -32,22 +32,10 @@ from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import CopyPlanner, RegionPlanner, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
+from mstpass.plans import ChunkPlan, Region, Rejection
+from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
 from mstpass.regions.advice import under_a_budget
 from mstpass.regions.detect import find_regions, region_along_features
-
-_LENGTHS = {  # names of modes
-    USUAL: "{}",
-    SHORT: "{}, short chunks",
-    LONG: "{}, long chunks",
-    FEW: "{}, 16-bit sums",
-    SHORTEST: "{}, shortest chunks",
-}
-
-
-def name_of(mode: str, length: str) -> str:
-    """The name of a mode in chunks of a length (loops/chunk_length.py)."""
-    return _LENGTHS[length].format(mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +44,7 @@ class RegionCandidates:
 
     Attributes:
         region: the name by which the partition problem knows the region.
-        plans: name and chunk plan of each mode, the preferred one first.
+        plans: each mode, without its loops, and its chunk plan; the preferred one first.
         optional: the region may also stay whole.
         whole_first: it stays whole unless a budget asks for less memory.
         original: the region that this one is equal to but for names (loops/copies.py); "" if it is
@@ -65,14 +53,17 @@ class RegionCandidates:
     """
 
     region: str
-    plans: tuple[tuple[str, ChunkPlan], ...]
+    plans: tuple[tuple[Mode, ChunkPlan], ...]
     optional: bool
     whole_first: bool = False
     original: str = ""
     names: Names = dataclasses.field(default_factory=dict, repr=False)
 
-    def __getitem__(self, name: str) -> ChunkPlan:
-        return dict(self.plans)[name]
+    def plan_in(self, mode: str | None) -> ChunkPlan | None:
+        """The plan of a mode, by its name; None: of the first one. None without loops."""
+        if mode is None:
+            return None if self.whole_first else self.plans[0][1]
+        return next((plan for known, plan in self.plans if known.name == mode), None)
 
     def name_in_copy(self, name: str) -> str:
         """The node that one of the original is here."""
@@ -85,7 +76,7 @@ class RegionCandidates:
 
     def in_forward(self) -> RegionCandidates:
         """The same region with those ways alone that have all loops in the forward."""
-        plans = tuple((name, plan) for name, plan in self.plans if plan.mode == FUSED)
+        plans = tuple((mode, plan) for mode, plan in self.plans if plan.mode == FUSED)
         return dataclasses.replace(self, plans=plans)
 
     @property
@@ -211,7 +202,7 @@ def _candidates(
     """
     region = planner.region
     first = USUAL if planner.accumulates_as_asked(preferred) else FEW
-    plans = {name_of(preferred.mode, first): preferred}
+    plans = {Mode(preferred.mode, chunks=first): preferred}
     optional = planner.options.chunk_tokens is None and not region.unbounded
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
@@ -222,18 +213,18 @@ def _candidates(
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            plans.setdefault(name_of(mode, length), plan)
-    mixed = plans.get(name_of(MIXED, SHORT))
+            plans.setdefault(Mode(mode, chunks=length), plan)
+    mixed = plans.get(Mode(MIXED, chunks=SHORT))
     if mixed is not None and optional:  # the sums that it spares may be small
         plan = planner.plan(leaner, length=SHORTEST)
         if isinstance(plan, ChunkPlan) and plan.chunk_tokens == mixed.chunk_tokens:
-            plans[name_of(leaner, SHORTEST)] = plan
+            plans[Mode(leaner, chunks=SHORTEST)] = plan
     again = {preferred.mode: may_recompute, **({} if limit.is_free else {leaner: frozenset()})}
     for mode, matmuls in again.items():
-        other = plans.get(name_of(mode, LONG), plans.get(mode))
+        other = plans.get(Mode(mode, chunks=LONG), plans.get(Mode(mode)))
         few = planner.with_16_bit_sums(mode, matmuls, other)
         if few is not None and few not in plans.values():
-            plans[name_of(mode, FEW)] = few
+            plans[Mode(mode, chunks=FEW)] = few
     # The last member names the region: two heads may begin with the same view.
     found = RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)
     if isinstance(planner, CopyPlanner):

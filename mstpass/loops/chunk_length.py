@@ -46,9 +46,10 @@ from mstpass.loops.sections import Sections
 from mstpass.options import Options
 from mstpass.plans import MOST_CHUNKS_IN_16_BITS, Chunks
 
-USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
-FEW = "few"  # chunks, for sums in 16 bits
-SHORTEST = "shortest"  # chunks, for loops whose sums are small
+# What tells modes of one kind apart (``Mode.chunks``)
+USUAL, SHORT, LONG = "", "short chunks", "long chunks"
+FEW = "16-bit sums"  # in few chunks
+SHORTEST = "shortest chunks"  # for loops whose sums are small
 _LONG = 1.01
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,

@@ -17,8 +17,8 @@ from mstpass.graph import ops
 from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.node_cost import total_flops
-from mstpass.plans import SAVE, ChunkPlan
-from mstpass.problem.problem import MUST_SAVE
+from mstpass.plans import ChunkPlan
+from mstpass.problem.problem import MUST_SAVE, SAVE
 
 _SLOWDOWN = 1.25  # of a recomputed matmul: memory traffic, and products of few rows
 

@@ -36,10 +36,8 @@ from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
-from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
-from mstpass.regions.blocks import KIND as BLOCK
+from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name
 
-WHOLE = "whole"  # the mode without loops
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
 
 
@@ -61,7 +59,7 @@ def region_modes(
         if region.original in known and _is_copy(region, known[region.original][0]):
             found.append(known[region.original][1].renamed(region.name_in_copy))
             continue
-        modes = [Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans]
+        modes = [dataclasses.replace(m, loops=loops.of(plan)) for m, plan in region.plans]
         others = modes if region.optional else []
         kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
         first = [Mode(WHOLE)] if region.whole_first else []
@@ -75,8 +73,8 @@ def _is_copy(region: RegionCandidates, original: RegionCandidates) -> bool:
     """Whether a region has the same ways to run as the one that it is equal to."""
     ways = (original.optional, original.whole_first, len(original.plans))
     return ways == (region.optional, region.whole_first, len(region.plans)) and all(
-        name == other and is_copy(plan, region.names, copy)
-        for (name, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
+        mode == other and is_copy(plan, region.names, copy)
+        for (mode, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
     )
 
 

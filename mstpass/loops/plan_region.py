@@ -31,17 +31,8 @@ from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
-from mstpass.plans import (
-    AUTO,
-    FLOAT32,
-    INPUT,
-    MIXED,
-    ChunkPlan,
-    Chunks,
-    LoopPlan,
-    Region,
-    Rejection,
-)
+from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, LoopPlan, Region, Rejection
+from mstpass.problem.problem import MIXED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 

@@ -30,7 +30,8 @@ from mstpass.loops.results_over_operands import with_results_over_operands
 from mstpass.loops.rounds import outputs_by_round
 from mstpass.loops.sections import Sections
 from mstpass.loops.values_to_save import values_to_save
-from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
+from mstpass.plans import LoopInput, LoopOutput, LoopPlan
+from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mstpass.problem.problem import (
     CutProblem,
     Loop,
     LoopResult,
+    Mode,
     Plan,
     Value,
     node_name,
@@ -52,10 +53,7 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
         Cycle: loops need each other's results, so that no order of them exists.
         KeyError: a region has no mode of that name.
     """
-    chosen = tuple(
-        region[modes[region.region]] if region.region in modes else region.modes[0]
-        for region in problem.regions
-    )
+    chosen = modes_of(problem, modes)
     cache = problem.cached(_Cache).by_modes
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
@@ -67,6 +65,14 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
             del cache[next(iter(cache))]
         cache[names] = closed
     return cache[names]
+
+
+def modes_of(problem: CutProblem, modes: Mapping[str, str]) -> list[Mode]:
+    """The mode of each region, as in ``with_modes``."""
+    return [
+        region[modes[region.region]] if region.region in modes else region.modes[0]
+        for region in problem.regions
+    ]
 
 
 class _Cache:

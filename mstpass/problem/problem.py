@@ -67,6 +67,8 @@ MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
 LOOP = "loop:"  # prefix of a name: see loop_name()
 UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
+FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"  # kinds of modes
+WHOLE = "whole"  # the kind of the mode without loops
 FREE_OVERHEAD = 0.02  # the default of the option ``free_overhead``
 
 T = TypeVar("T")
@@ -192,12 +194,21 @@ class Mode:
     """One way to run a region. A mode without loops leaves the region as it was traced.
 
     Attributes:
+        kind: ``FUSED``, ``MIXED``, ``RECOMPUTE`` or ``SAVE`` (loops/region_loops.py), or ``WHOLE``.
         wide: its loops also compute attention, which others leave whole.
+        chunks: how its chunks differ from those of other modes of the kind, in words.
     """
 
-    name: str
+    kind: str
     loops: tuple[Loop, ...] = ()
     wide: bool = False
+    chunks: str = ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        """What tells it from the region's other modes, in plans and reports."""
+        words = self.kind, self.chunks, "block" if self.wide else ""
+        return ", ".join(filter(None, words))
 
 
 @dataclasses.dataclass(frozen=True)

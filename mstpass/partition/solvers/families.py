@@ -23,10 +23,8 @@ from collections.abc import Callable
 from mstpass.partition.solvers.choose_modes import mode_us, op_times
 from mstpass.partition.solvers.free_plan import every_saving
 from mstpass.partition.solvers.landmark_sequence import Family
-from mstpass.problem.problem import CutProblem, Mode, RegionModes
+from mstpass.problem.problem import MIXED, SAVE, CutProblem, Mode, RegionModes
 
-_SAVE = "save"  # modes whose backward loop reads what the forward loop kept
-_MIXED = "mixed"
 _SLOWER_AT_MOST = 1.2  # factor over the time of the whole region
 
 _Taken = Callable[[RegionModes, Mode], bool]
@@ -57,12 +55,12 @@ def _none(region: RegionModes, mode: Mode) -> bool:
 
 
 def _saves(region: RegionModes, mode: Mode) -> bool:
-    return mode.name.startswith(_SAVE)
+    return mode.kind == SAVE
 
 
 def _without_mixed(problem: CutProblem) -> CutProblem:
     """The problem without mixed modes, where a region has others."""
-    return _with_modes(problem, lambda _, mode: not mode.name.startswith(_MIXED))
+    return _with_modes(problem, lambda _, mode: mode.kind != MIXED)
 
 
 def _with_modes(problem: CutProblem, taken: _Taken) -> CutProblem:
