@@ -189,10 +189,6 @@ class LoopPlan:
         assert self.chunks is not None, "the length of the chunks is not chosen yet"
         return self.chunks
 
-    def in_chunks(self, chunks: Chunks) -> LoopPlan:
-        """The same loop with these chunks, if it has none of its own."""
-        return self if self.chunks else dataclasses.replace(self, chunks=chunks)
-
     def spec_of(self) -> dict[str, Spec | None]:
         """The spec of each member, and of each input that is cut."""
         sliced = {item.node: item.spec for item in self.inputs if item.spec}

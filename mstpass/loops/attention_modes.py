@@ -24,25 +24,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import is_attention, is_product, mask_of, shares_keys
-from mstpass.graph.axes import HEADS, QUERIES
-from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.attention import is_attention, mask_of, shares_keys
+from mstpass.graph.axes import HEADS
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
-from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
+from mstpass.loops.candidate_modes import RegionCandidates, candidates_of, find_candidates
 from mstpass.loops.chunk_length import SHORT, USUAL
-from mstpass.loops.copies import Names, Originals, renamed_plan
-from mstpass.loops.plan_region import RegionPlanner
-from mstpass.loops.region_facts import RegionFacts
-from mstpass.loops.region_loops import RegionLoops, region_loops
+from mstpass.loops.plan_region import RegionPlanner, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
+from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import RECOMPUTE, SAVE, Mode
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.blocks import detect_blocks
@@ -85,9 +82,8 @@ def all_candidates(
             rejections = [*rejections, *refused_blocks]
     members = {joint.by_name[name] for candidate in candidates for name in candidate.members}
     taken = {node for node in members if not ops.is_cheap_view(node)}
-    accumulate = INPUT if options.accumulate == INPUT else FLOAT32
     with runner.left_out("detection of attention"):
-        attention, refused = attention_candidates(joint, taken, accumulate)
+        attention, refused = attention_candidates(joint, options, taken)
         candidates, rejections = [*candidates, *attention], [*rejections, *refused]
     return candidates, rejections
 
@@ -100,19 +96,33 @@ def block_candidates(
     candidates = []
     for block in blocks:
         planner = RegionPlanner(joint, block, options)
-        products = frozenset(node.name for node in planner.facts.specs if ops.is_matmul(node))
-        plans: dict[Mode, ChunkPlan] = {}
-        for mode, length in itertools.product((SAVE, RECOMPUTE), (USUAL, SHORT)):
-            plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
-            if isinstance(plan, Rejection):
-                rejections.append(plan)
-            elif plan not in plans.values():
-                plans[Mode(plan.mode, wide=True, chunks=length)] = plan
+        plans, refused = _plans(planner, {length: length for length in (USUAL, SHORT)}, True)
+        rejections += refused
         if plans:
-            is_optional = not block.unbounded
-            of_block = block.members[-1][0], tuple(plans.items()), is_optional, is_optional
-            candidates.append(RegionCandidates(*of_block))
+            optional = not block.unbounded
+            candidates.append(candidates_of(planner, plans, optional, optional))
     return candidates, [*dict.fromkeys(rejections)]
+
+
+def _plans(
+    planner: RegionPlanner, lengths: Mapping[str, str | int], wide: bool = False
+) -> tuple[dict[Mode, ChunkPlan], list[Rejection]]:
+    """The plans in which attention's results are kept, and those in which they are not.
+
+    Args:
+        lengths: of chunks, or their number, each with what the mode says of it.
+    """
+    members = (planner.joint.by_name[name] for name, _ in planner.region.members)
+    products = frozenset(node.name for node in members if ops.is_matmul(node))
+    plans: dict[Mode, ChunkPlan] = {}
+    refused = []
+    for mode, (text, length) in itertools.product((SAVE, RECOMPUTE), lengths.items()):
+        plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
+        if isinstance(plan, Rejection):
+            refused.append(plan)
+        elif plan not in plans.values():
+            plans[Mode(plan.mode, wide=wide, chunks=text)] = plan
+    return plans, refused
 
 
 def _with_equal_chunks(
@@ -154,60 +164,36 @@ def _computed_in(candidate: RegionCandidates) -> set[str]:
 
 
 def attention_candidates(
-    joint: JointGraph, taken: Set[fx.Node] = frozenset(), accumulate: str = FLOAT32
+    joint: JointGraph, options: Options, taken: Set[fx.Node] = frozenset()
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of every attention, and what was refused. Changes nothing.
 
     Args:
         taken: members of other regions.
-        accumulate: the dtype of sums over chunks, as ``LoopPlan`` has it.
     """
     regions, rejections = detect_attention(joint, taken)
-    masked, refused = detect_masked_attention(joint, taken)
-    originals = Originals(joint)
-    known: dict[Region, RegionCandidates] = {}
-    for region in regions:
-        copy = originals.of(region)
-        if copy is not None and (found := _copy(known[copy[0]], region, copy[1])):
-            known[region] = found
-        else:
-            counts = _counts_of_heads(region)
-            known[region] = _candidates(joint, region, counts, accumulate)
-    candidates = [*known.values()]
-    for region in masked:
-        over_rows = _candidates(joint, region, _counts_of_rows(region), accumulate)
-        over_heads = next((c for c in candidates if _share_attention(joint, c, over_rows)), None)
-        if not over_rows.plans:
+    masked, of_masks = detect_masked_attention(joint, taken)
+    candidates: list[RegionCandidates] = []
+    rejections += of_masks
+    for region, planner in planners_of(joint, [*regions, *masked], options).items():
+        what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
+        counts = _counts_of_heads(region) if region.axis == HEADS else _counts_of_rows(region)
+        plans, refused = _plans(planner, {f"{count} {what}": count for count in counts})
+        rejections += refused
+        if not plans:
             continue
-        if over_heads is None:
-            candidates.append(over_rows)
-        elif over_heads.plans[0][1].bytes_before < over_rows.plans[0][1].bytes_before:
-            candidates[candidates.index(over_heads)] = over_rows
-    return candidates, [*rejections, *refused]
-
-
-def _copy(original: RegionCandidates, region: Region, names: Names) -> RegionCandidates | None:
-    """The candidates of a region that is equal to another one but for names; None if their loops
-    read more than is known to be equal."""
-    plans: list[tuple[Mode, ChunkPlan]] = []
-    for mode, plan in original.plans:
-        own = renamed_plan(plan, names, region)
-        if own is None:
-            return None
-        plans.append((mode, own))
-    return dataclasses.replace(
-        original,
-        region=region.members[-1][0],
-        plans=tuple(plans),
-        original=original.region,
-        names=names,
-    )
+        found = candidates_of(planner, plans, optional=True, whole_first=True)
+        others = [c for c in candidates if _share_attention(joint, c, found)]
+        if not others:
+            candidates.append(found)
+        elif others[0].plans[0][1].bytes_before < found.plans[0][1].bytes_before:
+            candidates[candidates.index(others[0])] = found
+    return candidates, rejections
 
 
 def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:
     """Whether two regions hold the same attention."""
-    members = [{name for _, plan in c.plans[:1] for name, _ in plan.members} for c in (a, b)]
-    return any(is_attention(joint.by_name[name]) for name in members[0] & members[1])
+    return any(is_attention(joint.by_name[name]) for name in a.members.keys() & b.members.keys())
 
 
 def _counts_of_heads(region: Region) -> list[int]:
@@ -221,44 +207,3 @@ def _counts_of_rows(region: Region) -> list[int]:
     divisors = [length for length in lengths if rows % length == 0]
     chosen = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
     return sorted(rows // length for length in chosen if length is not None)
-
-
-def _candidates(
-    joint: JointGraph, region: Region, counts: Sequence[int], accumulate: str
-) -> RegionCandidates:
-    """The plan of each mode, for each number of chunks."""
-    facts = RegionFacts(joint, region)
-    products = frozenset(node.name for node in facts.specs if ops.is_matmul(node))
-    each = (region_loops(facts, m, products).summing(accumulate) for m in (SAVE, RECOMPUTE))
-    modes = {mode.mode: mode for mode in each}
-    what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
-    plans = tuple(
-        (Mode(mode, chunks=f"{count} {what}"), plan_of_groups(facts, loops, count))
-        for mode, loops in modes.items()
-        for count in counts
-    )
-    return RegionCandidates(region.members[-1][0], plans, optional=True, whole_first=True)
-
-
-def plan_of_groups(facts: RegionFacts, loops: RegionLoops, num_groups: int) -> ChunkPlan:
-    """The loops of a region over this many groups of heads, or rows, all of the same size."""
-    region = facts.region
-    bytes_before = facts.bytes_before
-    if region.axis == QUERIES:
-        bytes_before = max(nbytes(node) for node in facts.specs if not is_product(node))
-    chunks = Chunks(region.axis, region.num_tokens, region.num_tokens // num_groups, num_groups)
-    return ChunkPlan(
-        kind=region.kind,
-        mode=loops.mode,
-        source=region.source,
-        num_tokens=region.num_tokens,
-        chunk_tokens=region.num_tokens // num_groups,
-        num_chunks=num_groups,
-        bytes_before=bytes_before,
-        bytes_after=sum(map(nbytes, loops.saved)) + bytes_before // num_groups,
-        loops=tuple(loop.in_chunks(chunks) for loop in loops.loops),
-        saved=tuple(node.name for node in loops.saved),
-        members=region.members,
-        note=region.note,
-        axis=region.axis,
-    )

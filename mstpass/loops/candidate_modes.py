@@ -20,7 +20,7 @@ runs, or whether the region stays whole, is part of the partition problem: a sol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
@@ -28,8 +28,8 @@ from mstpass.graph.tokens import Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
 from mstpass.loops.copies import Names
-from mstpass.loops.free_overhead import spend_free_overhead
-from mstpass.loops.plan_region import CopyPlanner, RegionPlanner, planners_of
+from mstpass.loops.free_overhead import matmuls_to_recompute
+from mstpass.loops.plan_region import RegionPlanner, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
@@ -97,40 +97,31 @@ def find_candidates(
     """
     regions, rejections = find_regions(joint, not limit.is_free, runner)
     length = SHORT if limit.is_least else USUAL
-    by_region = planners_of(joint, regions, options)
-    planners = {region.members: planner for region, planner in by_region.items()}
-    preferred: list[ChunkPlan] = []
+    preferred: list[tuple[RegionPlanner, ChunkPlan]] = []
     leaner: list[RegionCandidates] = []
-    for planner in planners.values():
-        with runner.left_out(_PLANNING, planner.region.name):
-            mode = preferred_mode(planner.region, limit)
+    for region, planner in planners_of(joint, regions, options).items():
+        with runner.left_out(_PLANNING, region.name):
+            mode = preferred_mode(region, limit)
             plan = planner.plan(mode, length=length)
-            if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
-                preferred.append(plan)
+            if isinstance(plan, ChunkPlan) and region.axis != TOKENS:
+                leaner.append(_candidates(planner, plan, limit, for_a_budget=True))
             elif isinstance(plan, ChunkPlan):
-                leaner.append(_for_a_budget(planner, plan, limit))
+                preferred.append((planner, plan))
             elif few := planner.with_16_bit_sums(mode):
-                preferred.append(few)
-            elif candidates := _for_few_tokens(joint, planner, regions, limit):
+                preferred.append((planner, few))
+            elif candidates := _leaner(planner, regions, limit):
                 leaner.append(candidates)
             else:
                 rejections.append(plan)
-
-    recomputed: dict[object, frozenset[str]] = {}  # by a region's members
-
-    def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
-        other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
-        if not isinstance(other, ChunkPlan):
-            return plan
-        recomputed[plan.members] = may_recompute
-        return other
-
-    preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
     taken = []
-    for p in preferred:
-        planner, again = planners[p.members], recomputed.get(p.members, frozenset())
+    again = matmuls_to_recompute(joint, [plan for _, plan in preferred], options.free_overhead)
+    for (planner, plan), matmuls in zip(preferred, again, strict=True):
         with runner.left_out(_PLANNING, planner.region.name):
-            taken.append(_candidates(planner, p, limit, again))
+            other = planner.plan(plan.mode, matmuls, length) if matmuls else None
+            if isinstance(other, ChunkPlan):
+                taken.append(_candidates(planner, other, limit, matmuls))
+            else:
+                taken.append(_candidates(planner, plan, limit))
     if limit.is_free and rejections:  # of which a budget may take some
         still = {r.node for r in find_candidates(joint, options, Limit(0.0), runner)[1]}
         rejections = [r if r.node in still else under_a_budget(r) for r in rejections]
@@ -146,44 +137,30 @@ def preferred_mode(region: Region, limit: Limit) -> str:
     return RECOMPUTE if region.kind == "lm_head" or limit.is_least else SAVE
 
 
-def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
-    """For a region that gains nothing in its preferred mode: a leaner one, if a budget asks."""
-    if limit.is_free or planner.region.returned:
+def _leaner(
+    planner: RegionPlanner, regions: Sequence[Region], limit: Limit
+) -> RegionCandidates | None:
+    """For a region that gains nothing from its preferred mode: what a budget may ask for.
+
+    This is a leaner mode or, if its tokens are too few for that, loops over features.
+    """
+    joint, region = planner.joint, planner.region
+    if limit.is_free or region.returned:
         return None
-    modes = [MIXED] if planner.region.fused else [RECOMPUTE, MIXED]
+    modes = [MIXED] if region.fused else [RECOMPUTE, MIXED]
+    plan = _first_plan(planner, modes)
+    if plan is None and region.axis == TOKENS:
+        others = [other for other in regions if other is not region]
+        along = region_along_features(joint, region, others)
+        if along is not None:
+            planner = RegionPlanner(joint, along, planner.options)
+            plan = _first_plan(planner, [preferred_mode(along, limit)])
+    return None if plan is None else _candidates(planner, plan, limit, for_a_budget=True)
+
+
+def _first_plan(planner: RegionPlanner, modes: Sequence[str]) -> ChunkPlan | None:
     plans = (planner.plan(mode, length=SHORT) for mode in modes)
-    plan = next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
-    if plan is None:
-        return None
-    return _for_a_budget(planner, plan, limit)
-
-
-def _for_few_tokens(
-    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
-) -> RegionCandidates | None:
-    """For a region that gains nothing from its preferred mode: what a budget may ask for."""
-    leaner = _only_for_a_budget(planner, limit)
-    return leaner or _along_features(joint, planner, regions, limit)
-
-
-def _along_features(
-    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
-) -> RegionCandidates | None:
-    """Loops over features for a region of too few tokens, if a budget asks."""
-    if limit.is_free or planner.region.axis != TOKENS or planner.region.returned:
-        return None
-    others = [region for region in regions if region is not planner.region]
-    region = region_along_features(joint, planner.region, others)
-    if region is None:
-        return None
-    other = RegionPlanner(joint, region, planner.options)
-    plan = other.plan(preferred_mode(region, limit), length=SHORT)
-    return _for_a_budget(other, plan, limit) if isinstance(plan, ChunkPlan) else None
-
-
-def _for_a_budget(planner: RegionPlanner, plan: ChunkPlan, limit: Limit) -> RegionCandidates:
-    candidates = _candidates(planner, plan, limit)
-    return dataclasses.replace(candidates, whole_first=candidates.optional)
+    return next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
 
 
 def _candidates(
@@ -191,6 +168,7 @@ def _candidates(
     preferred: ChunkPlan,
     limit: Limit,
     may_recompute: frozenset[str] = frozenset(),
+    for_a_budget: bool = False,
 ) -> RegionCandidates:
     """The preferred plan, and others that need less memory.
 
@@ -199,6 +177,7 @@ def _candidates(
 
     Args:
         may_recompute: names of the matmuls that the preferred plan may compute again.
+        for_a_budget: the region stays whole unless a budget asks for less memory.
     """
     region = planner.region
     first = USUAL if planner.accumulates_as_asked(preferred) else FEW
@@ -225,9 +204,14 @@ def _candidates(
         few = planner.with_16_bit_sums(mode, matmuls, other)
         if few is not None and few not in plans.values():
             plans[Mode(mode, chunks=FEW)] = few
-    # The last member names the region: two heads may begin with the same view.
-    found = RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)
-    if isinstance(planner, CopyPlanner):
-        original = planner.original.region.members[-1][0]
-        return dataclasses.replace(found, original=original, names=planner.names)
-    return found
+    return candidates_of(planner, plans, optional, for_a_budget and optional)
+
+
+def candidates_of(
+    planner: RegionPlanner, plans: Mapping[Mode, ChunkPlan], optional: bool, whole_first: bool
+) -> RegionCandidates:
+    """The candidates of a region; the last member names it: two heads may begin with one view."""
+    last = planner.region.members[-1][0]
+    original = planner.original.region.members[-1][0] if planner.original else ""
+    how = optional, whole_first, original, planner.names
+    return RegionCandidates(last, tuple(plans.items()), *how)

@@ -37,7 +37,7 @@ import math
 from mstpass.graph.axes import FEATURES, QUERIES
 from mstpass.graph.device_costs import GOOD, Costs, costs_of
 from mstpass.graph.joint import nbytes, tensors_of
-from mstpass.graph.loop_work import LoopWork, head_loop_work
+from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
@@ -67,20 +67,44 @@ _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, r
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
-def chunk_length(
+def chunks_of(
+    facts: RegionFacts,
+    loops: RegionLoops,
+    sections: Sections | None,
+    options: Options,
+    length: str | int,
+) -> Chunks | Refusal:
+    """The chunks of a region's loops, or why there are no two of them.
+
+    Args:
+        sections: the backward loop of mixed mode.
+        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
+            ``SHORTEST``, as short as before sections. A number of equal chunks is given as it is.
+    """
+    region = facts.region
+    axis, total = region.axis, region.num_tokens
+    if isinstance(length, int):
+        return Chunks(axis, total, total // length, length)
+    if axis == FEATURES:
+        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
+        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
+        bytes_of = loops.buffered_bytes, loops.stacked_bytes
+        return _sections(facts, options, tokens, facts.work, total, *bytes_of, length == SHORT)
+    tokens_of_chunk = _chunk_length(facts, loops, sections, options, length)
+    if isinstance(tokens_of_chunk, Refusal):
+        return tokens_of_chunk
+    count = math.ceil(total / tokens_of_chunk)
+    return Chunks(axis, total, tokens_of_chunk, count, region.symbolic)
+
+
+def _chunk_length(
     facts: RegionFacts,
     loops: RegionLoops,
     sections: Sections | None,
     options: Options,
     length: str,
 ) -> int | Refusal:
-    """Tokens in a chunk, or why the region's tokens do not make two chunks.
-
-    Args:
-        sections: the backward loop of mixed mode.
-        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
-            ``SHORTEST``, as short as before sections.
-    """
+    """Tokens in a chunk."""
     tokens, unbounded = facts.region.num_tokens, facts.region.unbounded
     given = options.chunk_tokens
     if given is not None:
@@ -121,49 +145,50 @@ def chunk_length(
 
 
 def chunks_of_sections(
-    facts: RegionFacts, sections: Sections, options: Options, length: str
-) -> Chunks:
+    facts: RegionFacts, sections: Sections, options: Options, may_be_short: bool
+) -> Chunks | Refusal:
     """The sections of the backward loop of mixed mode.
 
-    If the user gives ``chunk_tokens``, there are as many sections as chunks of so many tokens.
-
     Args:
-        length: ``USUAL``; or ``SHORT``, if shorter sections save memory that counts.
+        may_be_short: they are shorter if that saves memory that counts.
     """
     joint, total, loop = facts.joint, sections.count, sections.loop
-    if options.chunk_tokens is not None:
-        count = math.ceil(facts.region.num_tokens / options.chunk_tokens)
-        return _sections(total, math.ceil(total / count))
     members = {joint.by_name[n]: spec for n, spec in zip(loop.members, loop.specs, strict=True)}
-    work = head_loop_work(joint, members, total)
+    work = loop_work(joint, members, FEATURES, total)
     wide_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n))
     kept_bytes = sum(map(nbytes, sections.gradients))
-    return _sections(total, _section_length(facts, work, total, wide_bytes, kept_bytes, length))
+    tokens = facts.region.num_tokens
+    return _sections(facts, options, tokens, work, total, wide_bytes, kept_bytes, may_be_short)
 
 
-def chunks_of_features(
-    facts: RegionFacts, loops: RegionLoops, options: Options, length: str
-) -> Chunks:
-    """The sections of a region all of whose loops run over features.
-
-    ``chunk_tokens`` says how many features of all tokens a section holds, by their elements.
-    """
-    total = facts.region.num_tokens
+def _sections(
+    facts: RegionFacts,
+    options: Options,
+    tokens: int,
+    work: LoopWork,
+    total: int,
+    wide_bytes: int,
+    kept_bytes: int,
+    may_be_short: bool,
+) -> Chunks | Refusal:
+    """Sections of ``total`` features: the longest that hold as many elements as ``chunk_tokens`` of
+    all features, if that is given, or those of ``_section_length``."""
     if options.chunk_tokens is not None:
-        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
-        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
-        count = math.ceil(tokens / options.chunk_tokens)
-        return _sections(total, math.ceil(total / count))
-    bytes_of = loops.buffered_bytes, loops.stacked_bytes
-    return _sections(total, _section_length(facts, facts.work, total, *bytes_of, length))
-
-
-def _sections(total: int, length: int) -> Chunks:
-    return Chunks(FEATURES, total, length, -(-total // length))
+        features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
+    else:
+        features = _section_length(facts, work, total, wide_bytes, kept_bytes, may_be_short)
+    if features >= total:
+        return Refusal(f"{total} features are too few for several sections")
+    return Chunks(FEATURES, total, features, -(-total // features))
 
 
 def _section_length(
-    facts: RegionFacts, work: LoopWork, total: int, wide_bytes: int, kept_bytes: int, length: str
+    facts: RegionFacts,
+    work: LoopWork,
+    total: int,
+    wide_bytes: int,
+    kept_bytes: int,
+    may_be_short: bool,
 ) -> int:
     """The fewest features in a section that take a tolerable time.
 
@@ -188,7 +213,7 @@ def _section_length(
         )
 
     features = shortest(_SECTIONS[USUAL])
-    if length == SHORT:
+    if may_be_short:
         shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
         saved_bytes = feature_bytes * (features - shorter)
         if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):

@@ -62,7 +62,7 @@ def renamed_region(region: Region, names: Names, like: Region) -> Region:
     )
 
 
-def renamed_plan(plan: ChunkPlan, names: Names, region: Region) -> ChunkPlan | None:
+def renamed_plan(plan: ChunkPlan, names: Names, region: Region | ChunkPlan) -> ChunkPlan | None:
     """The plan of a region for a copy of it; None if it has nodes that are not next to the region.
 
     A loop may read what a view next to the region shows.
@@ -113,7 +113,4 @@ def _knows(names: Names, plan: ChunkPlan) -> bool:
 
 def is_copy(plan: ChunkPlan, names: Names, other: ChunkPlan) -> bool:
     """Whether another plan has the loops of this one under other names."""
-    if not _knows(names, plan):  # such as those of a block
-        return False
-    loops = tuple(_renamed_loop(loop, names) for loop in plan.loops)
-    return (plan.kind, plan.mode, loops) == (other.kind, other.mode, other.loops)
+    return renamed_plan(plan, names, other) == other

@@ -9,7 +9,7 @@ those of a region together or, if no region can be taken as a whole, single ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -22,34 +22,30 @@ from mstpass.problem.problem import MUST_SAVE, SAVE
 
 _SLOWDOWN = 1.25  # of a recomputed matmul: memory traffic, and products of few rows
 
-Replan = Callable[[ChunkPlan, frozenset[str]], ChunkPlan]
 
-
-def spend_free_overhead(
-    joint: JointGraph, plans: Sequence[ChunkPlan], free_overhead: float, replan: Replan
-) -> list[ChunkPlan]:
-    """The plans, some of them replaced by plans that save fewer matmul results.
+def matmuls_to_recompute(
+    joint: JointGraph, plans: Sequence[ChunkPlan], free_overhead: float
+) -> list[frozenset[str]]:
+    """For each plan the names of the saved matmul results that backward may compute again.
 
     Args:
         free_overhead: the extra time allowed, as a fraction of the step's.
-        replan: makes a region's plan again, given the names of the matmuls that backward may
-            compute again.
     """
     left = free_overhead * total_flops(joint.nodes)
-    chosen: dict[int, frozenset[str]] = {}
-    whole = [(plan, _saved_matmuls(joint, plan)) for plan in plans if plan.mode == SAVE]
-    single = [(plan, [node]) for plan, nodes in whole for node in nodes]
+    chosen = [frozenset[str]()] * len(plans)
+    whole = [(i, _saved_matmuls(joint, p)) for i, p in enumerate(plans) if p.mode == SAVE]
+    single = [(i, [node]) for i, nodes in whole for node in nodes]
     for candidates in (whole, single):
         # Regions that save nothing have the same loops, and share their code. A region that saves
         # a part has loops of its own to compile, so it comes only if no region fits as a whole.
-        if chosen:
+        if any(chosen):
             break
-        for plan, nodes in sorted(candidates, key=lambda pair: -_bytes_per_flop(pair[1])):
+        for i, nodes in sorted(candidates, key=lambda pair: -_bytes_per_flop(pair[1])):
             cost = _SLOWDOWN * total_flops(nodes)
             if nodes and cost <= left:
                 left -= cost
-                chosen[id(plan)] = chosen.get(id(plan), frozenset()) | {n.name for n in nodes}
-    return [replan(p, chosen[id(p)]) if id(p) in chosen else p for p in plans]
+                chosen[i] |= {n.name for n in nodes}
+    return chosen
 
 
 def _saved_matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:

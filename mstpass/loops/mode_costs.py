@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mstpass.graph.attention import is_attention
 from mstpass.graph.attention_work import attention_work
-from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
+from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.host_rows import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.loop_work import head_loop_work, loop_work
+from mstpass.graph.loop_work import loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic
 from mstpass.graph.traffic import moved_bytes
@@ -200,18 +199,10 @@ class _Loops:
         pairs = zip(loop.members, loop.specs, strict=True)
         members = {self.joint.by_name[name]: spec for name, spec in pairs}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
-        if chunks.axis in ALONG_A_DIM:
-            work = head_loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
-            rows = work.tokens // chunks.total * chunks.length
-            attention_us = sum(self._group_us(n, chunks.count) for n in members)
-            return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
-        attention_us = 0.0
-        if chunks.axis == QUERIES:
-            attention_us = sum(self._group_us(n, chunks.count) for n in members)
-            members = {n: spec for n, spec in members.items() if not is_attention(n)}
-        work = loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
-        us = costs_of(device).loop_us(work, chunks.length)
-        return us + chunks.count * attention_us
+        work = loop_work(self.joint, members, chunks.axis, chunks.total, loop.least_sum_bytes)
+        rows = work.tokens // chunks.total * chunks.length
+        attention_us = sum(self._group_us(n, chunks.count) for n in members)
+        return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
 
     def _group_us(self, node: fx.Node, num_groups: int) -> float:
         """The time of attention for one group of heads, or of queries; 0 for other nodes."""

@@ -18,16 +18,17 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import is_attention, is_product
+from mstpass.graph.attention import is_product
 from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
-from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
+from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.row_sums import ExponentialSum, exponential_sum
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.loops.rounds import early_outputs, handed_on, rounds
 from mstpass.plans import LoopPlan, Region
+from mstpass.regions.masked_attention import KIND as MASKED
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -48,7 +49,8 @@ class RegionFacts:
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only products' results count, as
             Inductor writes a result's gradient into the result's own buffer; if the step returns
-            the result, it cannot, and all buffered values count.
+            the result, it cannot, and all buffered values count. Of attention with a mask that is
+            computed it is the mask's, or that of another value of its size.
     """
 
     def __init__(self, joint: JointGraph, region: Region):
@@ -62,6 +64,8 @@ class RegionFacts:
         self.buffered = [node for node in self.specs if self._is_buffered(node)]
         products = [node for node in self.buffered if is_product(node)]
         self.bytes_before = sum(map(nbytes, self.buffered if region.returned else products))
+        if region.axis == QUERIES and region.kind == MASKED:
+            self.bytes_before = max(nbytes(node) for node in self.specs if not is_product(node))
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec | None]] = {}
         self.exponentials = self._find_exponentials()
         self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
@@ -97,10 +101,7 @@ class RegionFacts:
         return work.summed_in(max(loop.least_sum_bytes for loop in loops))
 
     def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
-        of_axis = head_loop_work if self.region.axis in ALONG_A_DIM else loop_work
-        if self.region.axis == QUERIES:  # attention of all chunks takes as long as of all tokens
-            members = {node: spec for node, spec in members.items() if not is_attention(node)}
-        return of_axis(self.joint, members, self.region.num_tokens)
+        return loop_work(self.joint, members, self.region.axis, self.region.num_tokens)
 
     @cached_property
     def _generic_tokens(self) -> int:
