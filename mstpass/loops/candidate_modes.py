@@ -15,27 +15,57 @@ whose loops take too long together. Where gradients of weights are in 16 bits an
 also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
 runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
 (loops/mode_costs.py, partition/solvers/).
+
+Attention may run in loops over groups of heads, in two of these modes:
+
+    save         the forward loop keeps attention's results; the backward loop computes the
+                 projections again, and no attention
+    recompute    the forward loop keeps nothing
+
+Each is offered in two, four and eight groups, as far as the heads divide so. One group holds its
+share of what attention needs besides the layer's input and output and their gradients, which exist
+in full in any case: with more than eight groups that share hardly counts.
+
+Where attention has a large mask that is computed, it may also run in loops over rows of queries,
+which hold the mask's rows of one chunk (regions/masked_attention.py): *save* keeps its results, and
+*recompute* nothing. These are offered in long and in short chunks, in place of the others where the
+mask is larger than what loops over heads hold in parts: those read the whole mask.
+
+Where queries share keys, attention and the MLP behind it may be one region, a block, in the same
+two modes, over the tokens (regions/blocks.py). Its loops are offered in place of those over heads,
+beside those of the MLP alone. ``chunk="blocks"`` has them alone, and wherever they can be.
+
+Without a budget attention stays whole: the loops compute its projections, or its mask, twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 
-from mstpass.graph.axes import TOKENS
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.attention import is_attention, mask_of, shares_keys
+from mstpass.graph.axes import HEADS, TOKENS
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.tokens import Spec
+from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
-from mstpass.loops.copies import Names
-from mstpass.loops.free_overhead import matmuls_to_recompute
-from mstpass.loops.plan_region import RegionPlanner, planners_of
+from mstpass.loops.plan_region import Names, RegionPlanner, matmuls_to_recompute, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
 from mstpass.regions.advice import under_a_budget
+from mstpass.regions.attention import detect_attention
+from mstpass.regions.blocks import detect_blocks
 from mstpass.regions.detect import find_regions, region_along_features
+from mstpass.regions.masked_attention import detect_masked_attention
+
+_GROUPS = (2, 4, 8)
+_LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; of a kernel's block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +77,7 @@ class RegionCandidates:
         plans: each mode, without its loops, and its chunk plan; the preferred one first.
         optional: the region may also stay whole.
         whole_first: it stays whole unless a budget asks for less memory.
-        original: the region that this one is equal to but for names (loops/copies.py); "" if it is
+        original: the region that this one is equal to but for names (graph/alike.py); "" if it is
             the first of its kind.
         names: the names of its nodes, by those of the original's.
     """
@@ -64,10 +94,6 @@ class RegionCandidates:
         if mode is None:
             return None if self.whole_first else self.plans[0][1]
         return next((plan for known, plan in self.plans if known.name == mode), None)
-
-    def name_in_copy(self, name: str) -> str:
-        """The node that one of the original is here."""
-        return self.names.get(name, name)
 
     @property
     def members(self) -> dict[str, Spec | None]:
@@ -215,3 +241,159 @@ def candidates_of(
     original = planner.original.region.members[-1][0] if planner.original else ""
     how = optional, whole_first, original, planner.names
     return RegionCandidates(last, tuple(plans.items()), *how)
+
+
+# ---- attention and blocks ----------------------------------------------------------------------
+def loops_over_heads(options: Options, limit: Limit) -> bool:
+    """Whether attention may run in loops: where a budget may ask for less memory."""
+    return not limit.is_free and options.chunk in ("auto", "blocks", "heads")
+
+
+def may_have_blocks(joint: JointGraph, options: Options, limit: Limit) -> bool:
+    """Whether blocks may be of use. With a key for each query they need more than loops over heads:
+    all keys, values and their gradients are as large as what such loops hold."""
+    if not loops_over_heads(options, limit) or options.chunk == "heads":
+        return False
+    return options.chunk == "blocks" or any(map(shares_keys, joint.nodes))
+
+
+def all_candidates(
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    with_blocks: bool,
+    runner: PassRunner,
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of all regions."""
+    candidates, rejections = find_candidates(joint, options, limit, runner)
+    if not loops_over_heads(options, limit):
+        return candidates, rejections
+    if with_blocks:
+        with runner.left_out("detection of blocks"):
+            blocks, refused_blocks = block_candidates(joint, options)
+            candidates = _with_blocks(candidates, blocks, alone=options.chunk == "blocks")
+            rejections = [*rejections, *refused_blocks]
+    members = {joint.by_name[name] for candidate in candidates for name in candidate.members}
+    taken = {node for node in members if not ops.is_cheap_view(node)}
+    with runner.left_out("detection of attention"):
+        attention, refused = attention_candidates(joint, options, taken)
+        candidates, rejections = [*candidates, *attention], [*rejections, *refused]
+    return candidates, rejections
+
+
+def block_candidates(
+    joint: JointGraph, options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of every block, and what was refused. Changes nothing."""
+    blocks, rejections = detect_blocks(joint, find_regions(joint)[0])
+    candidates = []
+    for block in blocks:
+        planner = RegionPlanner(joint, block, options)
+        plans, refused = _plans(planner, {length: length for length in (USUAL, SHORT)}, True)
+        rejections += refused
+        if plans:
+            optional = not block.unbounded
+            candidates.append(candidates_of(planner, plans, optional, optional))
+    return candidates, [*dict.fromkeys(rejections)]
+
+
+def _plans(
+    planner: RegionPlanner, lengths: Mapping[str, str | int], wide: bool = False
+) -> tuple[dict[Mode, ChunkPlan], list[Rejection]]:
+    """The plans in which attention's results are kept, and those in which they are not.
+
+    Args:
+        lengths: of chunks, or their number, each with what the mode says of it.
+    """
+    members = (planner.joint.by_name[name] for name, _ in planner.region.members)
+    products = frozenset(node.name for node in members if ops.is_matmul(node))
+    plans: dict[Mode, ChunkPlan] = {}
+    refused = []
+    for mode, (text, length) in itertools.product((SAVE, RECOMPUTE), lengths.items()):
+        plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
+        if isinstance(plan, Rejection):
+            refused.append(plan)
+        elif plan not in plans.values():
+            plans[Mode(plan.mode, wide=wide, chunks=text)] = plan
+    return plans, refused
+
+
+def _with_equal_chunks(
+    planner: RegionPlanner, plan: ChunkPlan | Rejection
+) -> ChunkPlan | Rejection:
+    """The plan of a block, unless attention with a mask would have rows in two chunks.
+
+    Its kernels would add up the gradients of keys and values by such rows twice.
+    """
+    if isinstance(plan, Rejection) or plan.symbolic or plan.num_tokens % plan.chunk_tokens == 0:
+        return plan
+    if all(mask_of(planner.joint.by_name[name]) is None for name, _ in plan.members):
+        return plan
+    what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
+    reason = f"{what}, which attention with a mask needs"
+    return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
+
+
+def _with_blocks(
+    candidates: Sequence[RegionCandidates], blocks: Sequence[RegionCandidates], alone: bool
+) -> list[RegionCandidates]:
+    """The candidates with those of blocks in the place of their MLPs', or beside them."""
+    found = []
+    inside: set[str] = set()
+    for block in blocks:
+        computed = _computed_in(block)
+        mlps = [c for c in candidates if not computed.isdisjoint(_computed_in(c))]
+        inside |= computed
+        if len(mlps) == 1 and not alone:
+            (mlp,) = mlps
+            block = dataclasses.replace(mlp, plans=(*mlp.plans, *block.plans))
+        found.append(block)
+    return [*(c for c in candidates if inside.isdisjoint(_computed_in(c))), *found]
+
+
+def _computed_in(candidate: RegionCandidates) -> set[str]:
+    """The names of the members that belong to a region alone."""
+    return {name for name, spec in candidate.members.items() if spec != WHOLE}
+
+
+def attention_candidates(
+    joint: JointGraph, options: Options, taken: Set[fx.Node] = frozenset()
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of every attention, and what was refused. Changes nothing.
+
+    Args:
+        taken: members of other regions.
+    """
+    regions, rejections = detect_attention(joint, taken)
+    masked, of_masks = detect_masked_attention(joint, taken)
+    candidates: list[RegionCandidates] = []
+    rejections += of_masks
+    for region, planner in planners_of(joint, [*regions, *masked], options).items():
+        what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
+        plans, refused = _plans(planner, {f"{count} {what}": count for count in _counts(region)})
+        rejections += refused
+        if not plans:
+            continue
+        found = candidates_of(planner, plans, optional=True, whole_first=True)
+        others = [c for c in candidates if _share_attention(joint, c, found)]
+        if not others:
+            candidates.append(found)
+        elif others[0].plans[0][1].bytes_before < found.plans[0][1].bytes_before:
+            candidates[candidates.index(others[0])] = found
+    return candidates, rejections
+
+
+def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:
+    """Whether two regions hold the same attention."""
+    return any(is_attention(joint.by_name[name]) for name in a.members.keys() & b.members.keys())
+
+
+def _counts(region: Region) -> list[int]:
+    """The numbers of groups of heads; or of chunks of rows, all of one length, which is of whole
+    blocks of the kernels."""
+    total = region.num_tokens
+    if region.axis == HEADS:
+        return [count for count in _GROUPS if total % count == 0] or [total]
+    divisors = [n for n in range(_BLOCK, total // 2 + 1, _BLOCK) if total % n == 0]
+    lengths = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
+    return sorted(total // length for length in lengths if length is not None)

@@ -35,8 +35,8 @@ from __future__ import annotations
 import math
 
 from mstpass.graph.axes import FEATURES, QUERIES
-from mstpass.graph.device_costs import GOOD, Costs, costs_of
-from mstpass.graph.joint import nbytes, tensors_of
+from mstpass.graph.device_costs import GOOD, Costs
+from mstpass.graph.joint import nbytes
 from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Refusal
@@ -113,8 +113,7 @@ def _chunk_length(
         if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
             return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
         return given
-    device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs, work = costs_of(device), facts.work_of(loops.loops)
+    costs, work = facts.costs, facts.work_of(loops.loops)
     if unbounded:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)
@@ -127,7 +126,7 @@ def _chunk_length(
     if tokens < 2 * fewest:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
-            f"slow down matrix products on {device.type}"
+            f"slow down matrix products on {facts.device.type}"
         )
     if length == FEW:
         return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
@@ -171,33 +170,17 @@ def _sections(
     kept_bytes: int,
     may_be_short: bool,
 ) -> Chunks | Refusal:
-    """Sections of ``total`` features: the longest that hold as many elements as ``chunk_tokens`` of
-    all features, if that is given, or those of ``_section_length``."""
-    if options.chunk_tokens is not None:
-        features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
-    else:
-        features = _section_length(facts, work, total, wide_bytes, kept_bytes, may_be_short)
-    if features >= total:
-        return Refusal(f"{total} features are too few for several sections")
-    return Chunks(FEATURES, total, features, -(-total // features))
-
-
-def _section_length(
-    facts: RegionFacts,
-    work: LoopWork,
-    total: int,
-    wide_bytes: int,
-    kept_bytes: int,
-    may_be_short: bool,
-) -> int:
-    """The fewest features in a section that take a tolerable time.
+    """Sections of ``total`` features: the fewest in one that take a tolerable time; or, if
+    ``chunk_tokens`` is given, as many as have the elements of these in all features.
 
     Args:
         wide_bytes: size of the values of all sections.
         kept_bytes: size of what exists beside a section in any case.
     """
-    device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs, per_feature = costs_of(device), work.tokens // total
+    if options.chunk_tokens is not None:
+        features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
+        return _of_features(total, features)
+    costs, per_feature = facts.costs, work.tokens // total
     one_piece_us = costs.whole_us(work)
 
     def loop_us(features: int) -> float:
@@ -217,8 +200,14 @@ def _section_length(
         shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
         saved_bytes = feature_bytes * (features - shorter)
         if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
-            return shorter
-    return features
+            features = shorter
+    return _of_features(total, features)
+
+
+def _of_features(total: int, length: int) -> Chunks | Refusal:
+    if length >= total:
+        return Refusal(f"{total} features are too few for several sections")
+    return Chunks(FEATURES, total, length, -(-total // length))
 
 
 def _rows(tokens: int, num_chunks: int, grain: int) -> int:

@@ -13,11 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.alike import Alike
 from mstpass.graph.axes import FEATURES
+from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.node_cost import total_flops
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.chunk_length import (
     FEW,
@@ -26,18 +32,20 @@ from mstpass.loops.chunk_length import (
     chunks_of,
     chunks_of_sections,
 )
-from mstpass.loops.copies import Names, Originals, renamed_plan
 from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
-from mstpass.problem.problem import MIXED
+from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE, renamed
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
+_TRIED = 4  # regions that another one is compared with: the layers of a model are of few kinds
 
 # Each loop computes the region's products again, and its body is compiled by itself.
 _MOST_LOOPS = 16
+
+Names = Mapping[str, str]  # of the nodes of a copy, by those of its original
 
 
 class RegionPlanner:
@@ -103,7 +111,7 @@ class RegionPlanner:
         old = frozenset(name for name, new in self.names.items() if new in may_recompute)
         found = self.original.plan(mode, old, length)
         if isinstance(found, ChunkPlan):
-            return renamed_plan(found, self.names, self.region)
+            return renamed_plan(found, self.names, self.region.source)
         return dataclasses.replace(found, node=self.region.name, source=self.region.source)
 
     def _plan(
@@ -200,9 +208,9 @@ class RegionPlanner:
     def _bytes_in_16_bits(self, plan: ChunkPlan) -> int:
         """Size of the 16-bit results that the loops sum over chunks."""
         names = {item.node for x in plan.loops for item in x.outputs if item.spec is None}
-        values = {name: value_of(self.joint.by_name[name]) for name in names}
-        low = [name for name, v in values.items() if v is not None and v.dtype in LOW_PRECISION]
-        return sum(nbytes(self.joint.by_name[name]) for name in low)
+        nodes = (self.joint.by_name[name] for name in names)
+        low = (n for n in nodes if (v := value_of(n)) is not None and v.dtype in LOW_PRECISION)
+        return sum(map(nbytes, low))
 
     def _loops_of(
         self, mode: str, may_recompute: frozenset[str], sections: Sections | None
@@ -217,6 +225,55 @@ class RegionPlanner:
         return Rejection("plan", region.name, reason, region.source, self.facts.bytes_before)
 
 
+# ---- regions that are equal but for names (graph/alike.py) -------------------------------------
+class Originals:
+    """The regions of one graph that are no copies of others."""
+
+    def __init__(self, joint: JointGraph):
+        self.joint, self.alike = joint, joint.cached(Alike)
+        self.regions: list[Region] = []
+
+    def of(self, region: Region) -> tuple[Region, Names] | None:
+        """The region that this one is a copy of; None if it is the first of its kind.
+
+        What is computed before a loop is not next to its region, and not compared.
+        """
+        if region.prelude:
+            return None
+        for original in self.regions[-_TRIED:]:
+            names = self._names(original, region)
+            if names is not None:
+                return original, names
+        self.regions.append(region)
+        return None
+
+    def _names(self, original: Region, region: Region) -> Names | None:
+        if len(original.members) != len(region.members):
+            return None
+        node = self.joint.by_name
+        part = {node[name] for name, _ in original.members}
+        last, others_last = (node[each.members[-1][0]] for each in (original, region))
+        found = self.alike.as_in(part, last, others_last)
+        if found is None:
+            return None
+        names = {one.name: other.name for one, other in found.items()}
+        copy = renamed(original, lambda name: names.get(name, name))
+        return names if dataclasses.replace(copy, source=region.source) == region else None
+
+
+def renamed_plan(plan: ChunkPlan, names: Names, source: str) -> ChunkPlan | None:
+    """The plan of a region for a copy of it; None if it has nodes that are not next to the region.
+
+    A loop may read what a view next to the region shows.
+    """
+    used = {*(name for name, _ in plan.members), *plan.saved}
+    for loop in plan.loops:
+        used.update(loop.members, (item.node for item in loop.inputs))
+    if not used <= names.keys():
+        return None
+    return dataclasses.replace(renamed(plan, lambda name: names.get(name, name)), source=source)
+
+
 def planners_of(
     joint: JointGraph, regions: Iterable[Region], options: Options
 ) -> dict[Region, RegionPlanner]:
@@ -228,3 +285,49 @@ def planners_of(
         of_original = planners[original] if original is not None else None
         planners[region] = RegionPlanner(joint, region, options, of_original, names)
     return planners
+
+
+# ---- extra time of the free plan ---------------------------------------------------------------
+# Spend the free plan's extra time where it frees the most memory: on matmul results of MLPs.
+#
+# A region in save mode keeps the results of its forward matmuls for backward. Each of them that its
+# backward loop computes again instead costs time, and saves the bytes of the result. The extra time
+# of a matmul is estimated as its share of the step's floating point operations, times
+# ``_SLOWDOWN``. Matmuls are taken by bytes saved for each operation, the best first, while the time
+# allows it: all those of a region together or, if no region can be taken as a whole, single ones.
+_SLOWDOWN = 1.25  # of a recomputed matmul: memory traffic, and products of few rows
+
+
+def matmuls_to_recompute(
+    joint: JointGraph, plans: Sequence[ChunkPlan], free_overhead: float
+) -> list[frozenset[str]]:
+    """For each plan the names of the saved matmul results that backward may compute again.
+
+    Args:
+        free_overhead: the extra time allowed, as a fraction of the step's.
+    """
+    left = free_overhead * total_flops(joint.nodes)
+    chosen = [frozenset[str]()] * len(plans)
+    whole = [(i, _saved_matmuls(joint, p)) for i, p in enumerate(plans) if p.mode == SAVE]
+    single = [(i, [node]) for i, nodes in whole for node in nodes]
+    for candidates in (whole, single):
+        # Regions that save nothing have the same loops, and share their code. A region that saves
+        # a part has loops of its own to compile, so it comes only if no region fits as a whole.
+        if any(chosen):
+            break
+        for i, nodes in sorted(candidates, key=lambda pair: -_bytes_per_flop(pair[1])):
+            cost = _SLOWDOWN * total_flops(nodes)
+            if nodes and cost <= left:
+                left -= cost
+                chosen[i] |= {n.name for n in nodes}
+    return chosen
+
+
+def _saved_matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
+    """The saved matmul results, but for those that the user's checkpointing saves."""
+    saved = map(joint.by_name.__getitem__, plan.saved)
+    return [n for n in saved if ops.is_matmul(n) and tag_of(n) != MUST_SAVE]
+
+
+def _bytes_per_flop(nodes: Sequence[fx.Node]) -> float:
+    return sum(map(nbytes, nodes)) / max(1, total_flops(nodes))

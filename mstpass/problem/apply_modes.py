@@ -54,7 +54,7 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
         KeyError: a region has no mode of that name.
     """
     chosen = modes_of(problem, modes)
-    cache = problem.cached(_Cache).by_modes
+    cache = problem.cached(_by_modes)
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]
@@ -75,11 +75,9 @@ def modes_of(problem: CutProblem, modes: Mapping[str, str]) -> list[Mode]:
     ]
 
 
-class _Cache:
+def _by_modes(problem: CutProblem) -> dict[tuple[str, ...], CutProblem]:
     """The last few results of ``with_modes`` for one problem, by the names of the modes."""
-
-    def __init__(self, problem: CutProblem):
-        self.by_modes: dict[tuple[str, ...], CutProblem] = {}
+    return {}
 
 
 def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
@@ -203,7 +201,7 @@ class _Writer:
         inputs = lambda name: self.new[name].inputs
         serves_forward = set(walk_once(self.problem.outputs, inputs))
         values = [
-            v if v.forward == (v.name in serves_forward) else v.changed(forward=not v.forward)
+            v.changed(forward=v.name in serves_forward)
             for v in self.new.values()
             if v.name not in self.backward
         ]
