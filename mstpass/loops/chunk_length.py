@@ -89,7 +89,8 @@ def chunks_of(
         widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
         tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
         bytes_of = loops.buffered_bytes, loops.stacked_bytes
-        return _sections(facts, options, tokens, facts.work, total, *bytes_of, length == SHORT)
+        work = facts.work_of(loops.loops)
+        return _sections(facts, options, tokens, work, total, *bytes_of, length == SHORT)
     tokens_of_chunk = _chunk_length(facts, loops, sections, options, length)
     if isinstance(tokens_of_chunk, Refusal):
         return tokens_of_chunk

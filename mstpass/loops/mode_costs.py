@@ -36,7 +36,7 @@ from mstpass.loops.write_loop import operands_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
-from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+from mstpass.plans import LoopOutput, LoopPlan
 from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name, renamed
 
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
@@ -61,7 +61,10 @@ def region_modes(
             name_of = functools.partial(_new_name, region.names)
             found.append(renamed(known[region.original][1], name_of))
             continue
-        modes = [dataclasses.replace(m, loops=loops.of(plan)) for m, plan in region.plans]
+        modes = [
+            dataclasses.replace(m, loops=tuple(map(loops.of, plan.loops)))
+            for m, plan in region.plans
+        ]
         others = modes if region.optional else []
         kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
         first = [Mode(WHOLE)] if region.whole_first else []
@@ -124,10 +127,7 @@ class _Loops:
         self.joint = joint
         self.chunks: dict[str, tuple[int, tuple[str, ...]]] = {}  # by the loop's ``body_key``
 
-    def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
-        return tuple(map(self._loop, plan.loops))
-
-    def _loop(self, loop: LoopPlan) -> Loop:
+    def of(self, loop: LoopPlan) -> Loop:
         chunk_bytes, narrow = self._chunk(loop)
         return Loop(
             name=loop_name(loop.outputs[0].node),

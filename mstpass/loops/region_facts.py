@@ -11,7 +11,7 @@ Terms:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +93,7 @@ class RegionFacts:
         if region.axis == QUERIES and region.kind == MASKED:
             self.bytes_before = max(nbytes(node) for node in self.specs if not is_product(node))
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec | None]] = {}
+        self._work: dict[frozenset[str], LoopWork] = {}  # by members
         self.exponentials = self._find_exponentials()
         self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
         self.early = early_outputs(joint, self.specs, self.operand_specs)
@@ -122,22 +123,14 @@ class RegionFacts:
         """What work costs there."""
         return costs_of(self.device)
 
-    @cached_property
-    def work(self) -> LoopWork:
-        """What all members compute (graph/loop_work.py)."""
-        return self._work_of(self.specs)
-
-    def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
-        """What these loops over tokens compute."""
-        loops = list(loops)
-        names = {name for loop in loops for name in loop.members}
-        members = {node: spec for node, spec in self.specs.items() if node.name in names}
-        is_all = members.keys() == self.specs.keys()
-        work = self.work if is_all else self._work_of(members)
-        return work.summed_in(max(loop.least_sum_bytes for loop in loops))
-
-    def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
-        return loop_work(self.joint, members, self.region.axis, self.region.num_tokens)
+    def work_of(self, loops: Sequence[LoopPlan]) -> LoopWork:
+        """What these loops compute (graph/loop_work.py)."""
+        names = frozenset(name for loop in loops for name in loop.members)
+        if names not in self._work:
+            members = {node: spec for node, spec in self.specs.items() if node.name in names}
+            cut = self.region.axis, self.region.num_tokens
+            self._work[names] = loop_work(self.joint, members, *cut)
+        return self._work[names].summed_in(max(loop.least_sum_bytes for loop in loops))
 
     @cached_property
     def _generic_tokens(self) -> int:
