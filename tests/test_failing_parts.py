@@ -16,7 +16,7 @@ from mstpass.errors import told
 from mstpass.explainer import plan_step
 from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
-from mstpass.loops import attention_modes, candidate_modes
+from mstpass.loops import candidate_modes
 from mstpass.normalize.inputs_before_writes import overwritten_inputs
 from mstpass.options import Options
 from mstpass.partition import reconstruct
@@ -184,7 +184,7 @@ PARTS = (
         "planning of a region's loops",
         BOTH[1:],
     ),
-    (attention_modes, "attention_candidates", lambda *_: True, "detection of attention", BOTH),
+    (candidate_modes, "attention_candidates", lambda *_: True, "detection of attention", BOTH),
     (pipeline_stages, "reasons_left_whole", lambda *_: True, "why regions stay whole", BOTH),
 )
 

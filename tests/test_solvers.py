@@ -89,9 +89,9 @@ def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
 def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
     """Else loops over heads to choose from made plans slower than without them."""
 
-    def mode(name: str, node: str, wide: bool = False) -> Mode:
+    def mode(kind: str, node: str, wide: bool = False, chunks: str = "") -> Mode:
         loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
-        return Mode(name, (loop,), wide=wide)
+        return Mode(kind, (loop,), wide, chunks)
 
     values = (
         Value("x", 8, kind=INPUT, free=True),
@@ -99,13 +99,13 @@ def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
         Value("head", 8, ("x",), CALL),
     )
     head = RegionModes("head", (mode("fused", "head"), mode("mixed", "head")))
-    modes = mode("save, 2 groups", "attention", True), mode("recompute", "attention", True)
+    modes = mode("save", "attention", True, "short chunks"), mode("recompute", "attention", True)
     attention = RegionModes("attention", (Mode("whole"), *modes))
     problem = CutProblem(values, outputs=("attention", "head"), regions=(head, attention))
     found = [(form["head"], form["attention"]) for form in forms(problem)]
     assert len(set(found)) == len(found)
     assert ("fused", "whole") in found
-    assert {attention for _, attention in found} == {"whole", "save, 2 groups"}
+    assert {attention for _, attention in found} == {"whole", "save, short chunks, block"}
     assert {head for head, _ in found[-2:]} <= {"fused", "mixed"}
 
 

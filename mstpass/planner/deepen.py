@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import UNFINISHED, CutProblem, RegionModes, Value
+from mstpass.problem.problem import UNFINISHED, CutProblem, RegionModes, Value, renamed
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
@@ -256,7 +256,7 @@ class _Layers:
                     yield self._region(region, 0, number)
 
     def _region(self, region: RegionModes, layer: int, number: int) -> RegionModes:
-        return region.renamed(lambda name: self._at(name, layer, number))
+        return renamed(region, lambda name: self._at(name, layer, number))
 
 
 def _copy(name: str, number: int) -> str:
@@ -281,7 +281,7 @@ def is_same(problem: CutProblem, other: CutProblem) -> bool:
         len(problem.values) == len(other.values)
         and [v.renamed(name_of, name=name_of(v.name)) for v in values.values()]
         == [*others.values()]
-        and tuple(region.renamed(name_of) for region in problem.regions) == other.regions
+        and renamed(problem.regions, name_of) == other.regions
         and set(map(name_of, problem.gradients)) == set(other.gradients)
         and set(map(name_of, problem.torch_saved or ())) == set(other.torch_saved or ())
         and tuple(map(name_of, problem.outputs)) == other.outputs

@@ -120,6 +120,8 @@ class Op:
 
     def changed(self, **fields: Any) -> Self:
         """``dataclasses.replace``, but for the checks of the values: for walks over whole steps."""
+        if all(getattr(self, name) == value for name, value in fields.items()):
+            return self
         new = object.__new__(type(self))
         vars(new).update(vars(self), **fields)
         return new

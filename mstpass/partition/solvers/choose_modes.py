@@ -26,14 +26,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from mstpass.problem.problem import CutProblem, Mode, RegionModes
+from mstpass.problem.problem import MIXED, SAVE, CutProblem, Mode, RegionModes
 
 _HARDLY_SLOWER = 1.01  # factor of time
 _HARDLY_MORE = 1.02  # factor of bytes
 _CAST = 2  # sums in float32 are cast to 16 bits
 _SLOWER_AT_MOST = 1.2  # factor over the time of the whole region
-_SAVE = "save"  # modes whose backward loop reads what the forward loop kept
-_MIXED = "mixed"
 
 
 def first_modes(problem: CutProblem) -> dict[str, str]:
@@ -88,10 +86,10 @@ def forms(problem: CutProblem) -> list[dict[str, str]]:
         return _has_none(region, mode) or (is_fast and saves(region, mode))
 
     def saves(region: RegionModes, mode: Mode) -> bool:
-        return _has_none(region, mode) or mode.name.startswith(_SAVE)
+        return _has_none(region, mode) or mode.kind == SAVE
 
     def no_mixed(region: RegionModes, mode: Mode) -> bool:
-        return not mode.name.startswith(_MIXED)
+        return mode.kind != MIXED
 
     def fewer(region: RegionModes, mode: Mode) -> bool:
         return no_mixed(region, mode) and _has_none(region, mode)
