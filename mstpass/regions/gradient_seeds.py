@@ -24,7 +24,6 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.products import contracted_specs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.regions.wide_growth import WideGrowth
 
@@ -94,8 +93,6 @@ def _belongs_to(
 
 def _token_dims(reader: fx.Node, gradient: fx.Node, contracts_tokens: bool) -> Spec:
     """Where the gradient holds its tokens: in the dim that its reader contracts, or not."""
-    contracted = contracted_specs(reader)[gradient]
-    if contracts_tokens:
-        return contracted
     rank = gradient.meta["val"].dim()
-    return (rank - 2,) if contracted == (rank - 1,) else (rank - 1,)
+    contracts_last = gradient is ops.matmul_factors(reader)[0]
+    return (rank - 1,) if contracts_last == contracts_tokens else (rank - 2,)
