@@ -91,7 +91,8 @@ def absorb_users(growth: WideGrowth) -> None:
     specs = growth.specs
 
     def joins(user: fx.Node) -> bool:
-        return user.op != "output" and all(
+        narrow = user.op != "output" and not growth.wide(user)
+        return narrow and all(
             has_tokens(specs.get(operand, WHOLE))
             and all(other is user or other in specs for other in operand.users)
             for operand in user.all_input_nodes
