@@ -17,10 +17,10 @@ from mstpass.graph.joint import numel, tensors_of, value_of
 from mstpass.graph.op_rows.row import Attention, Row
 from mstpass.graph.op_table import may_draw, row_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.token_rules import OperandSpecs, Rule
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
 from mstpass.graph.token_rules.products import bias_and_factors
-from mstpass.graph.token_rules.views import view_forward
+from mstpass.graph.token_rules.views import ThroughView
 from mstpass.graph.tokens import Reduced, Refusal, Spec, without_ones
 from mstpass.problem.op import SCATTER
 from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
@@ -63,25 +63,29 @@ def with_token_rules(target: Any) -> Row | Refusal:
 
 
 # ---- token rules -------------------------------------------------------------------------------
+def _rule_of(node: fx.Node) -> Rule | ThroughView | Refusal:
+    found = lookup(node)
+    if isinstance(found, Refusal):
+        return found
+    assert found.rule is not None, "the row has token rules"
+    return found.rule
+
+
 def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     """The spec of the node's result if one of its operands has ``spec``."""
-    rules = lookup(node)
-    if isinstance(rules, Refusal):
-        return rules
-    result = rules.forward(node, operand, spec)
-    if isinstance(result, tuple):
-        return without_ones(shape_of(node), result)
-    return result
+    rule = _rule_of(node)
+    result = rule if isinstance(rule, Refusal) else rule.forward(node, operand, spec)
+    return without_ones(shape_of(node), result) if isinstance(result, tuple) else result
 
 
 def operand_specs(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     """The specs that the node's operands must have for its result to have ``spec``."""
-    rules = lookup(node)
-    if isinstance(rules, Refusal):
-        return rules
+    rule = _rule_of(node)
+    if isinstance(rule, Refusal):
+        return rule
     if not all(value_of(n) is not None or _can_be_operand(n) for n in node.all_input_nodes):
         return Refusal(f"an operand of {node.name} is not a tensor")
-    needs = rules.backward(node, spec)
+    needs = rule.backward(node, spec)
     if isinstance(needs, Refusal):
         return needs
     return {n: without_ones(shape_of(n), s) for n, s in needs.items()}
@@ -95,8 +99,9 @@ def _can_be_operand(node: fx.Node) -> bool:
 
 def sum_operands(node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
     """The specs of the operands of a node that sums over the tokens of ``operand``."""
-    sums = row(node).sums
-    return {operand: spec} if sums is None else sums(node)
+    rule = row(node).rule
+    assert isinstance(rule, Rule), "the op sums over tokens"
+    return {n: without_ones(shape_of(n), s) for n, s in rule.sums(node, operand, spec).items()}
 
 
 def size_operands(node: fx.Node) -> list[fx.Node]:
@@ -197,7 +202,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_reshape(node: fx.Node) -> bool:
     """Whether the node is a view that keeps all elements in order: by a shape, or (un)squeeze."""
-    return row(node).forward is view_forward
+    return isinstance(row(node).rule, ThroughView)
 
 
 def is_view_by_shape(node: fx.Node) -> bool:

@@ -25,30 +25,19 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import FEATURES, TOKENS, axis_of
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, symbols_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Spec, token_count
+from mstpass.graph.sizes import depends_on_data, generic_shape, symbols_of
+from mstpass.graph.tokens import WHOLE, CannotTake, Spec
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import Region, Rejection
-from mstpass.regions.absorb import absorb_users
-from mstpass.regions.absorb_norms import absorb_norms
-from mstpass.regions.anchors import (
-    SYMBOLIC_WIDTH,
-    anchors,
-    refused_wide_products,
-    weights_and_gradients,
-    wide_numel,
-    widths,
-)
+from mstpass.regions.absorb import absorb_norms, absorb_users
+from mstpass.regions.anchors import SYMBOLIC_WIDTH, anchors, refused_wide_products, widths
 from mstpass.regions.close_fused import close_fused
 from mstpass.regions.gradient_seeds import add_gradients
 from mstpass.regions.grow import rejection_of
-from mstpass.regions.make_region import Core, make_region
+from mstpass.regions.make_region import make_region
 from mstpass.regions.wide_growth import WideGrowth
-
-_FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
 
 def find_regions(
@@ -68,10 +57,10 @@ def find_regions(
     for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
             continue
-        growth = WideGrowth(joint, wide_numel(anchor, spec), taken)
         with runner.left_out("detection of a region", anchor.name):
+            growth = WideGrowth(joint, anchor, spec, taken)
             try:
-                region, growth = _region(joint, growth, anchor, spec)
+                region, growth = _region(growth)
             except CannotTake as refusal:
                 other = _along_features(joint, taken, anchor, spec) if along_features else None
                 if other is None:
@@ -99,9 +88,9 @@ def region_along_features(
         region: that one, which has too few tokens.
         others: the other regions of the graph.
     """
-    members = {joint.by_name[name]: spec for name, spec in region.members}
-    known = {anchor: spec for anchor, spec in joint.cached(anchors) if anchor in members}
-    anchor, spec = next(iter(known.items()))  # the one with the most bytes
+    members = {joint.by_name[name] for name, _ in region.members}
+    # the one with the most bytes
+    anchor, spec = next((n, spec) for n, spec in joint.cached(anchors) if n in members)
     taken = {joint.by_name[name] for r in others for name, spec in r.members if spec != WHOLE}
     taken = {node for node in taken if not ops.is_cheap_view(node)}
     found = _along_features(joint, taken, anchor, spec)
@@ -123,73 +112,51 @@ def _along_features(
     if len(dims) != 1 or depends_on_data(value) or symbols_of(value.shape[dims[0]]):
         return None  # of all sizes, only that of the features has to be a number
     (dim,) = dims
-    axis = axis_of(FEATURES, value.shape[dim])
-    never_wide = joint.cached(weights_and_gradients)
-    other = WideGrowth(joint, _FEW_ROWS * value.shape[dim], taken, axis, never_wide)
+    growth = WideGrowth(joint, anchor, HeadDim(dim), taken, value.shape[dim])
     try:
-        other.add(anchor, HeadDim(dim))
-        return _closed(joint, other, Core(anchor, value.shape[dim], FEATURES))
+        growth.add(anchor, growth.held_by_anchor)
+        return _closed(growth)
     except CannotTake:
         return None
 
 
-def _region(
-    joint: JointGraph, growth: WideGrowth, anchor: fx.Node, spec: Spec
-) -> tuple[Region, WideGrowth]:
-    """The region around an anchor, and its members.
+def _region(growth: WideGrowth) -> tuple[Region, WideGrowth]:
+    """The region of tokens around an anchor, and its members.
 
     Raises:
-        CannotTake: the region can be closed neither as fused nor apart.
+        CannotTake: no loop can run over them, or the region can be closed neither as fused nor
+            apart.
     """
-    core = Core(anchor, _num_tokens(anchor, spec), TOKENS)
-    growth.add(anchor, spec)
+    anchor = growth.anchor
+    if depends_on_data(anchor.meta["val"]):
+        raise CannotTake(anchor, "the size of its result depends on data")
+    if growth.count < 2:
+        raise CannotTake(anchor, f"{growth.count} tokens are too few for a loop")
+    if not all(isinstance(width, int) for width in widths(anchor) or ()):
+        raise CannotTake(anchor, SYMBOLIC_WIDTH)
+    growth.add(anchor, growth.held_by_anchor)
     more = growth.copy()
-    add_gradients(joint, more)
+    add_gradients(more)
     if len(more.specs) > len(growth.specs):
         with contextlib.suppress(CannotTake):
-            return _closed(joint, more, core)
-    return _closed(joint, growth, core)
+            return _closed(more)
+    return _closed(growth)
 
 
-def _closed(joint: JointGraph, growth: WideGrowth, core: Core) -> tuple[Region, WideGrowth]:
+def _closed(growth: WideGrowth) -> tuple[Region, WideGrowth]:
     """The region of what has grown so far, and its members.
 
     Raises:
         CannotTake: as of ``_region``.
     """
-    apart = growth.copy()
-    unit, note = close_fused(joint, growth)
-    if unit is not None:
-        try:
-            return make_region(joint, growth, core, unit, note), growth
-        except CannotTake as refusal:
-            note = f"not fused: {refusal.node.name}: {refusal.reason}"
-    _close_apart(joint, apart)
-    return make_region(joint, apart, core, None, note), apart
-
-
-def _num_tokens(anchor: fx.Node, spec: Spec) -> int:
-    """The tokens of the traced batch.
-
-    Raises:
-        CannotTake: no loop can run over them.
-    """
-    value = value_of(anchor)
-    assert value is not None, "the op gives one tensor"
-    if depends_on_data(value):
-        raise CannotTake(anchor, "the size of its result depends on data")
-    num_tokens = token_count(hint_shape(value), spec)
-    if num_tokens < 2:
-        raise CannotTake(anchor, f"{num_tokens} tokens are too few for a loop")
-    if not all(isinstance(width, int) for width in widths(anchor) or ()):
-        raise CannotTake(anchor, SYMBOLIC_WIDTH)
-    return num_tokens
-
-
-def _close_apart(joint: JointGraph, growth: WideGrowth) -> None:
-    """Close the forward and the backward part of a region, each as a loop of its own."""
+    fused = growth.copy()
+    try:
+        return make_region(fused, close_fused(fused), ""), fused
+    except CannotTake as refusal:
+        note = f"not fused: {refusal.node.name}: {refusal.reason}"
     for in_backward in (False, True):
         if part := growth.part(in_backward):
             growth.close(part)
-            absorb_users(joint, growth, growth.part(in_backward))
-    absorb_norms(joint, growth)
+    absorb_users(growth)
+    absorb_norms(growth)
+    return make_region(growth, (), note), growth

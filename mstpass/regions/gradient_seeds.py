@@ -24,31 +24,29 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.products import contracted_specs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.regions.wide_growth import WideGrowth
 
 
-def add_gradients(joint: JointGraph, growth: WideGrowth) -> None:
+def add_gradients(growth: WideGrowth) -> None:
     """Add to a region the gradients of its wide products, each if that is possible."""
     done: set[fx.Node] = set()
-    while products := [n for n in growth.specs if n not in done and _is_product(joint, growth, n)]:
+    while products := [n for n in growth.specs if n not in done and _is_product(growth, n)]:
         for product in products:
             done.add(product)
-            for gradient, spec in _gradients(joint, growth, product):
+            for gradient, spec in _gradients(growth, product):
                 if gradient not in growth.specs:
                     growth.try_add(gradient, spec)
 
 
-def _is_product(joint: JointGraph, growth: WideGrowth, node: fx.Node) -> bool:
+def _is_product(growth: WideGrowth, node: fx.Node) -> bool:
     plain = ops.is_matmul(node) and not ops.is_grouped_matmul(node)
-    return plain and growth.wide(node) and node not in joint.backward
+    return plain and growth.wide(node) and node not in growth.joint.backward
 
 
-def _gradients(
-    joint: JointGraph, growth: WideGrowth, product: fx.Node
-) -> Iterator[tuple[fx.Node, Spec]]:
+def _gradients(growth: WideGrowth, product: fx.Node) -> Iterator[tuple[fx.Node, Spec]]:
     """The wide values outside of the region that are gradients of a product, with their specs."""
+    joint = growth.joint
     by_factor = joint.cached(_matmuls_by_factor)
     needs = growth.operand_specs(product, growth.held(product) or WHOLE)
     if isinstance(needs, Refusal):
@@ -94,8 +92,6 @@ def _belongs_to(
 
 def _token_dims(reader: fx.Node, gradient: fx.Node, contracts_tokens: bool) -> Spec:
     """Where the gradient holds its tokens: in the dim that its reader contracts, or not."""
-    contracted = contracted_specs(reader)[gradient]
-    if contracts_tokens:
-        return contracted
     rank = gradient.meta["val"].dim()
-    return (rank - 2,) if contracted == (rank - 1,) else (rank - 1,)
+    contracts_last = gradient is ops.matmul_factors(reader)[0]
+    return (rank - 1,) if contracts_last == contracts_tokens else (rank - 2,)

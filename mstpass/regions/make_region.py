@@ -6,20 +6,17 @@ features of every value are static, and that a loop can save memory at all.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import TOKEN_AXIS, TOKENS
-from mstpass.graph.joint import JointGraph, numel, tensors_of
-from mstpass.graph.sizes import generic_shape, is_bounded, is_static
+from mstpass.graph.axes import FEATURES, TOKENS
+from mstpass.graph.joint import numel, tensors_of
+from mstpass.graph.sizes import is_bounded, is_static
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Spec, token_count
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced
 from mstpass.plans import Region
 from mstpass.regions.advice import fix_of
 from mstpass.regions.anchors import SYMBOLIC_WIDTH
-from mstpass.regions.close_fused import Unit
 from mstpass.regions.wide_growth import WideGrowth
 from mstpass.torch_internals.fake_tensors import is_ordinary
 
@@ -30,32 +27,22 @@ _RETURNED = {  # why a region is only half as good, or refused, if the step retu
 }
 
 
-class Core(NamedTuple):
-    """What a region is known by before it grows."""
-
-    anchor: fx.Node
-    num_tokens: int  # or features, if these are what its loops run over
-    axis: str
-
-
-def make_region(
-    joint: JointGraph, growth: WideGrowth, core: Core, unit: Unit | None, note: str
-) -> Region:
+def make_region(growth: WideGrowth, unit: tuple[fx.Node, ...], note: str) -> Region:
     """The region with the members of ``growth``.
 
     Args:
-        unit: what the backward is linear in, for a fused region.
+        unit: of a fused region what close_fused.py gives; empty for others.
         note: why the region is not fused.
 
     Raises:
         CannotTake: a wide value leaves the region, or a loop would save no memory.
     """
     growth.check_roles()
-    _check_values(growth, static_features=core.axis == TOKENS)
+    _check_values(growth)
     returned = {_base(growth, n) for n in growth.returned}
     in_rounds = growth.reenters or bool(growth.waits_for_reductions())
-    outputs = _outputs(joint, growth, returned)
-    kind = _kind(joint, growth, core.anchor)
+    outputs = _outputs(growth, returned)
+    kind = _kind(growth)
     if kind == "mlp":
         note = ""  # an MLP is never fused: the gradient of its output is not a scalar
     if returned:
@@ -65,32 +52,32 @@ def make_region(
             raise CannotTake(next(iter(returned)), "is an output, and is computed more than once")
     if in_rounds:
         note = "; ".join(filter(None, (_TWICE, note)))
-    forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
-    _check_gain(growth, core.anchor, forward_outputs)
-    anchor_value = core.anchor.meta["val"]
+    forward_outputs = [n for n in outputs if n not in growth.joint.backward and n not in returned]
+    _check_gain(growth, forward_outputs)
+    value = growth.anchor.meta["val"]
     return Region(
         kind=kind,
-        source=source_of(core.anchor),
-        num_tokens=core.num_tokens,
-        width=_width(core, growth.specs[core.anchor]),
-        symbolic=core.axis == TOKENS and not is_static(anchor_value),
-        unbounded=core.axis == TOKENS and not is_bounded(anchor_value),
-        fused=unit is not None,
+        source=source_of(growth.anchor),
+        num_tokens=growth.count,
+        width=numel(growth.anchor) // growth.generic_count,
+        symbolic=growth.of_tokens and not is_static(value),
+        unbounded=growth.of_tokens and not is_bounded(value),
+        fused=bool(unit),
         returned=tuple(n.name for n in outputs if n in returned),
-        unit=unit.scalar.name if unit is not None else None,
-        prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
+        unit=unit[0].name if unit else None,
+        prelude=tuple(n.name for n in unit[1:]),
         note=note,
-        axis=core.axis,
+        axis=TOKENS if growth.of_tokens else FEATURES,
         **growth.plain(outputs),
     )
 
 
-def _kind(joint: JointGraph, growth: WideGrowth, anchor: fx.Node) -> str:
+def _kind(growth: WideGrowth) -> str:
     """ "mlp" if another matmul of the forward takes wide values to narrow ones, else "lm_head"."""
     for node, spec in growth.specs.items():
-        if node is anchor or node in joint.backward or spec == WHOLE:
+        if node is growth.anchor or node in growth.joint.backward or spec == WHOLE:
             continue
-        if isinstance(spec, Reduced) and growth.axis is TOKEN_AXIS:
+        if isinstance(spec, Reduced) and growth.of_tokens:
             continue
         if ops.is_matmul(node) and not growth.wide(node):
             if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
@@ -98,16 +85,8 @@ def _kind(joint: JointGraph, growth: WideGrowth, anchor: fx.Node) -> str:
     return "lm_head"
 
 
-def _width(core: Core, spec: Spec | Reduced) -> int:
-    """The number of the anchor's elements per token, or per feature."""
-    assert isinstance(spec, tuple), "the spec is token dims"
-    if core.axis != TOKENS:
-        return numel(core.anchor) // core.num_tokens
-    return numel(core.anchor) // token_count(generic_shape(core.anchor.meta["val"]), spec)
-
-
 # ---- what leaves the region ----------------------------------------------------------------------
-def _outputs(joint: JointGraph, growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
+def _outputs(growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
     """The members that nodes outside need, and those that the step returns.
 
     Raises:
@@ -116,7 +95,7 @@ def _outputs(joint: JointGraph, growth: WideGrowth, returned: set[fx.Node]) -> l
     leaving = dict.fromkeys(returned)
     complete = set(growth.waits_for_reductions())
     computed = growth.computed()
-    for node in joint.sorted(growth.specs):
+    for node in growth.joint.sorted(growth.specs):
         readers = [u for u in node.users if u not in growth.specs or (u, node) in complete]
         # A member that does not depend on the region's wide matmuls, such as a mask, is computed
         # outside as well.
@@ -130,7 +109,7 @@ def _outputs(joint: JointGraph, growth: WideGrowth, returned: set[fx.Node]) -> l
                 node, f"{readers[0].name}, which is outside the region, reads a wide value"
             )
         leaving[_without_views(growth, node)] = None
-    return joint.sorted(leaving)
+    return growth.joint.sorted(leaving)
 
 
 def _base(growth: WideGrowth, node: fx.Node) -> fx.Node:
@@ -154,7 +133,7 @@ def _without_views(growth: WideGrowth, node: fx.Node) -> fx.Node:
 
 
 # ---- checks --------------------------------------------------------------------------------------
-def _check_values(growth: WideGrowth, static_features: bool) -> None:
+def _check_values(growth: WideGrowth) -> None:
     """Only the token dims of a value may be symbolic, so that one loop body fits every batch, and
     all values are ordinary tensors."""
     specs = dict(growth.specs)
@@ -165,7 +144,7 @@ def _check_values(growth: WideGrowth, static_features: bool) -> None:
             if not is_ordinary(value):
                 raise CannotTake(node, "is no ordinary tensor: it is sparse, or a lazy conjugate")
             features = [size for dim, size in enumerate(value.shape) if dim not in spec]
-            if static_features and not all(isinstance(size, int) for size in features):
+            if growth.of_tokens and not all(isinstance(size, int) for size in features):
                 raise CannotTake(node, SYMBOLIC_WIDTH)
 
 
@@ -181,12 +160,13 @@ def _check_large_value_left(growth: WideGrowth, kind: str, returned: set[fx.Node
     raise CannotTake(next(iter(returned)), _RETURNED[kind])
 
 
-def _check_gain(growth: WideGrowth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
+def _check_gain(growth: WideGrowth, forward_outputs: list[fx.Node]) -> None:
     """The outputs of the forward part must be clearly smaller than the anchor's result."""
     stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Reduced))
     if not forward_outputs and not growth.returned:
-        raise CannotTake(anchor, "nothing outside the region uses its results")
-    if 2 * stacked > numel(anchor):
+        raise CannotTake(growth.anchor, "nothing outside the region uses its results")
+    if 2 * stacked > numel(growth.anchor):
         raise CannotTake(
-            anchor, "its outputs are as large as its intermediates: chunks would save no memory"
+            growth.anchor,
+            "its outputs are as large as its intermediates: chunks would save no memory",
         )

@@ -26,13 +26,17 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import TOKEN_AXIS, Axis
+from mstpass.graph.axes import FEATURES, TOKEN_AXIS, axis_of
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec
+from mstpass.graph.sizes import generic_shape, hint_shape
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, token_count
+from mstpass.regions.anchors import weights_and_gradients, wide_numel
 from mstpass.regions.grow import COMPLETE, Growth
 from mstpass.regions.paths import back_to
 from mstpass.walk import needed_first, walk_once
+
+_FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
 
 def upstream_matmuls(joint: JointGraph) -> dict[fx.Node, int]:
@@ -50,21 +54,35 @@ class WideGrowth(Growth):
     """All that touches wide values.
 
     Args:
+        anchor: what it grows from.
+        held: where that holds its tokens, or its features.
+        count: how many of them there are, for features.
+
+    Attributes:
         wide_numel: from how many elements on a value is wide.
         never_wide: values that are large whatever the tokens: weights and their gradients, where
             the region's loops run over features.
+        count: the number of tokens, or features, in the traced batch.
     """
 
     def __init__(
         self,
         joint: JointGraph,
-        wide_numel: int,
+        anchor: fx.Node,
+        held: Spec,
         taken: Set[fx.Node],
-        axis: Axis = TOKEN_AXIS,
-        never_wide: Set[fx.Node] = frozenset(),
+        count: int | None = None,
     ):
-        super().__init__(joint, axis, taken)
-        self.wide_numel, self.never_wide = wide_numel, never_wide
+        self.of_tokens, self.anchor, self.held_by_anchor = count is None, anchor, held
+        super().__init__(joint, TOKEN_AXIS if count is None else axis_of(FEATURES, count), taken)
+        if count is None:
+            shape = generic_shape(anchor.meta["val"])
+            self.wide_numel, self.generic_count = wide_numel(anchor, held), token_count(shape, held)
+            self.count = token_count(hint_shape(anchor.meta["val"]), held)
+            self.never_wide: Set[fx.Node] = frozenset()
+        else:
+            self.wide_numel, self.generic_count, self.count = _FEW_ROWS * count, count, count
+            self.never_wide = joint.cached(weights_and_gradients)
         self.upstream = joint.cached(upstream_matmuls)
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self.reenters = False  # a path leaves the region's loops and comes back to later ones

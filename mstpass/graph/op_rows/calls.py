@@ -25,18 +25,16 @@ aten = torch.ops.aten
 
 # ---- products ------------------------------------------------------------------------------------
 def product_rows() -> dict[Any, Row]:
-    rules = products.matmul_forward, products.matmul_backward, linear_matmul
     rows_by_expert = Row(
         "matmul",
-        *products.grouped,
-        sums=products.contracted_specs,
+        products.grouped,
         factors=Factors(grouped=True),
         repeat=PINNED,
     )
     sums_by_expert = dataclasses.replace(rows_by_expert, factors=Factors(grouped=True, adds=True))
     by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
     found: dict[Any, Row] = {
-        aten._scaled_mm.default: Row("matmul", *products.scaled, factors=Factors()),
+        aten._scaled_mm.default: Row("matmul", products.scaled, factors=Factors()),
         grouped_rows: rows_by_expert,
         grouped_sums: sums_by_expert,
         **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm"), Row("other", factors=Factors())),
@@ -61,8 +59,8 @@ def product_rows() -> dict[Any, Row]:
         found[name_of(op)] = Row("other", factors=factors, workspace=row.PRODUCT)
         found[op] = Row(
             "matmul",
-            *rules,
-            sums=products.contracted_specs,
+            products.matmul,
+            linear_matmul,
             factors=factors,
             workspace=row.PRODUCT,
             writes_anywhere=True,
@@ -135,8 +133,8 @@ def collective_rows() -> dict[Any, Row]:
     for rules, each in names.items():
         for name in (f"{NAMESPACE}::{op}" for op in each):
             runs = VIEW if name in WAITS else ""  # it returns the memory of the pending result
-            found |= dict.fromkeys(overloads((name,)), Row("collective", *rules, runs=runs))
-    exchanged = Row("collective", *along_dims.gathered_and_divided)
+            found |= dict.fromkeys(overloads((name,)), Row("collective", rules, runs=runs))
+    exchanged = Row("collective", along_dims.gathered_and_divided)
     return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 

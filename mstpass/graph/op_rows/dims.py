@@ -12,7 +12,6 @@ from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
-from mstpass.graph.token_rules.views import pointwise_backward
 from mstpass.graph.tokens import ANY, MAX, MIN, SUM, Reduced
 from mstpass.problem.op import CALL, ITEM, SCATTER
 
@@ -23,37 +22,33 @@ prims = torch.ops.prims
 def view_rows() -> dict[Any, Row]:
     view = Row(
         "view",
-        views.view_forward,
-        views.view_backward,
+        views.ThroughView(),
         first_only,
         shape_arg=1,
         inverses=("view",),
     )
     squeezed = dataclasses.replace(view, shape_arg=None)
-    whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
-    permute = Row("view", *along_dims.permuted, first_only, inverses=("permute",))
+    whole = dataclasses.replace(squeezed, rule=views.ThroughView(drops_ones=True), inverses=())
+    permute = Row("view", along_dims.permuted, first_only, inverses=("permute",))
     along = along_dims.along(along_dims.dim_argument)
-    item = Row("view", *along_dims.selected, first_only, reads_elsewhere=True)
-    part = Row("view", *along, first_only, reads_elsewhere=True)
+    item = Row("view", along_dims.selected, first_only, reads_elsewhere=True)
+    part = Row("view", along, first_only, reads_elsewhere=True)
     return {
-        operator.getitem: Row(
-            "view", views.getitem_forward, views.getitem_backward, first_only, runs=ITEM
-        ),
+        operator.getitem: Row("view", views.item, first_only, runs=ITEM),
         **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
         **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), squeezed),
         aten.squeeze.default: whole,
         **dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute),
         aten.expand.default: Row(
             "view",
-            views.expand_forward,
-            pointwise_backward,
+            views.pointwise,
             first_only,
             shape_arg=1,
             inverses=("expand",),
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),
-            Row("view", *along_dims.as_complex, first_only),
+            Row("view", along_dims.as_complex, first_only),
         ),
         **dict.fromkeys((aten.select.int, aten.unbind.int), item),
         **dict.fromkeys(
@@ -64,8 +59,7 @@ def view_rows() -> dict[Any, Row]:
 
 def reduction_rows() -> dict[Any, Row]:
     def reduction(kind: str, linear: LinearRule, combined: Reduced | None = None) -> Row:
-        rules = along_dims.reduce_forward(combined), along_dims.reduce_backward
-        return Row(kind, *rules, linear, combine=(combined or SUM).combine)
+        return Row(kind, along_dims.reduced(combined), linear)
 
     others = (
         aten.var_mean.correction,
@@ -95,9 +89,7 @@ def reduction_rows() -> dict[Any, Row]:
         **dict.fromkeys(others, reduction("reduce", never)),
         "prims::prepare_softmax_online": Row("reduce"),  # of Inductor's last graphs
         **dict.fromkeys(selections, reduction("sort", never)),
-        aten.native_layer_norm.default: Row(
-            "reduce", along_dims.norm_forward, along_dims.norm_backward
-        ),
+        aten.native_layer_norm.default: Row("reduce", along_dims.norm),
     }
 
 
@@ -109,8 +101,8 @@ def rows_along_dims() -> dict[Any, Row]:
         reads_elsewhere: bool = True,
         **known: Any,
     ) -> Row:
-        rules = along_dims.along(worked_dims)
-        return Row(kind, *rules, linear, reads_elsewhere=reads_elsewhere, **known)
+        rule = along_dims.along(worked_dims)
+        return Row(kind, rule, linear, reads_elsewhere=reads_elsewhere, **known)
 
     in_place = along(reads_elsewhere=False)
     triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
@@ -133,10 +125,10 @@ def rows_along_dims() -> dict[Any, Row]:
         aten.cumsum.default: along(first_only, runs=CALL),  # a loop nest of its own
         aten.gather.default: along(first_only),
         aten.cat.default: cat,
-        aten.stack.default: Row("index", *stacked, linearity.linear_cat, reads_elsewhere=True),
+        aten.stack.default: Row("index", stacked, linearity.linear_cat, reads_elsewhere=True),
         aten.slice_scatter.default: along(linearity.sum_of(0, 1), pads=True),
         aten.select_scatter.default: Row(
-            "index", *inserted, linearity.sum_of(0, 1), reads_elsewhere=True, pads=True
+            "index", inserted, linearity.sum_of(0, 1), reads_elsewhere=True, pads=True
         ),
         aten.constant_pad_nd.default: along(linearity.linear_pad, along_dims.padded, pads=True),
         **dict.fromkeys((aten.scatter.value, aten.scatter.src), written),
@@ -146,25 +138,15 @@ def rows_along_dims() -> dict[Any, Row]:
             along(first_only, along_dims.dims_argument),
         ),
         **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
-        aten.repeat.default: Row("index", *along_dims.repeated, first_only, reads_elsewhere=True),
+        aten.repeat.default: Row("index", along_dims.repeated, first_only, reads_elsewhere=True),
     }
 
 
 def index_rows() -> dict[Any, Row]:
-    rules = indexing.index_forward, indexing.index_backward
-    read = Row("index", *rules, first_only, reads_elsewhere=True)
-    looked_up = indexing.embedding_forward, indexing.embedding_backward
-    write = Row(
-        "write",
-        indexing.put_forward,
-        indexing.put_backward,
-        linearity.linear_put,
-        sums=indexing.put_sum_specs,
-        added_rows=2,
-        runs=SCATTER,
-    )
+    read = Row("index", indexing.read, first_only, reads_elsewhere=True)
+    write = Row("write", indexing.put, linearity.linear_put, added_rows=2, runs=SCATTER)
     return {
-        aten.embedding.default: Row("index", *looked_up, reads_elsewhere=True),
+        aten.embedding.default: Row("index", indexing.embedding, reads_elsewhere=True),
         **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), read),
         **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
         "aten::_unsafe_masked_index_put_accumulate": Row(

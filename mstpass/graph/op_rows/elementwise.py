@@ -14,13 +14,7 @@ import torch
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
-from mstpass.graph.token_rules.views import (
-    created_backward,
-    created_forward,
-    iota_backward,
-    pointwise_backward,
-    pointwise_forward,
-)
+from mstpass.graph.token_rules import views
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -29,7 +23,7 @@ _POSITIVE = (0.0, math.inf)
 
 def pointwise(linear: LinearRule = never, **known: Any) -> Row:
     """The row of a pointwise op, with what is known of it besides."""
-    return Row("pointwise", pointwise_forward, pointwise_backward, linear, **known)
+    return Row("pointwise", views.pointwise, linear, **known)
 
 
 def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> Row:
@@ -103,9 +97,9 @@ def pointwise_rows() -> dict[Any, Row]:
 
 
 def created_rows() -> dict[Any, Row]:
-    created = Row("create", created_forward, created_backward, shape_arg=0)
+    created = Row("create", views.created, shape_arg=0)
     like = dataclasses.replace(created, shape_arg=None)
-    constant = dataclasses.replace(like, backward=iota_backward)
+    constant = dataclasses.replace(like, rule=views.numbered)
     return {
         **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), created),
         **dict.fromkeys(

@@ -8,14 +8,14 @@ leaves out has a default, which is that of most ops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from torch import fx
 
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, never
-from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
-from mstpass.graph.tokens import Refusal
+from mstpass.graph.token_rules import Rule
+from mstpass.graph.token_rules.views import ThroughView
+from mstpass.graph.tokens import SUM
 from mstpass.problem.op import CALL, POINTWISE, REDUCTION, VIEW
 
 # Whether backward may run an op once more.
@@ -94,11 +94,6 @@ class Attention:
     efficient: bool = False
 
 
-def mixes_tokens(node: fx.Node, *_: object) -> Refusal:
-    """The token rules, forward and backward, of an op that has none."""
-    return Refusal(f"no token rule for {node.target}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row of the table.
@@ -106,11 +101,8 @@ class Row:
     Attributes:
         kind: the group that it belongs to: "pointwise", "view", "reduce", "matmul", "index",
             "sort", "write", "create", "collective"; "other" for ops without token rules.
-        forward: token rule: the spec of one operand -> the spec of the result (token_rules/).
-        backward: token rule: the spec of the result -> the specs of the operands.
-        sums: the specs of the operands where the op reduces over tokens; None: the reduced operand
-            is the only one.
-        combine: where it reduces over tokens, how parts are combined (tokens.Reduced).
+        rule: where the dims of its operands are in its result (token_rules/); None: it has no token
+            rules.
         mixes: why the op has no token rules, if that is a property of the op and no gap.
         shape_arg: the position of the argument with sizes, which a chunk replaces by its own.
         linear: whether the result is linear in given operands (linearity.py); ask ``is_linear``.
@@ -137,13 +129,10 @@ class Row:
     """
 
     kind: str
-    forward: ForwardRule = mixes_tokens
-    backward: BackwardRule = mixes_tokens
+    rule: Rule | ThroughView | None = None
     linear: LinearRule = never
     shape_arg: int | None = None
     _: dataclasses.KW_ONLY
-    sums: Callable[[fx.Node], OperandSpecs] | None = None
-    combine: str = "sum"
     mixes: str = ""
     copies: bool = False
     pads: bool = False
@@ -173,7 +162,13 @@ class Row:
 
     @property
     def has_token_rules(self) -> bool:
-        return self.forward is not mixes_tokens
+        return self.rule is not None
+
+    @property
+    def combine(self) -> str:
+        """Where it reduces over tokens, how parts are combined (tokens.Reduced)."""
+        combined = self.rule.combined if isinstance(self.rule, Rule) else None
+        return (combined or SUM).combine
 
     def is_linear(self, node: fx.Node, operands: set[fx.Node]) -> bool:
         """Whether the node's result is linear in the operands, up to rounding."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
+from mstpass.graph.token_rules import WORKED, Place, Places, Rule
 from mstpass.graph.token_rules.arguments import (
     argument,
     dims_of,
@@ -21,47 +21,38 @@ from mstpass.graph.token_rules.arguments import (
     shape_of,
     tensor_inputs,
 )
-from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec
+from mstpass.graph.tokens import Reduced
 
 aten = torch.ops.aten
 # (node, operand) -> the dim of the result for each dim of the operand; None: the op works along it
-Places = Callable[[fx.Node, fx.Node], "list[int | None]"]
+PlacesOf = Callable[[fx.Node, fx.Node], "list[int | None]"]
 WorkedDims = Callable[[fx.Node, int], "list[int]"]  # (node, its rank) -> dims that it works along
 
 
-def by_places(
-    places: Places, refused: str = "works along a token dim"
-) -> tuple[ForwardRule, BackwardRule]:
-    """Both rules of an op whose result has the dims of its operands in other places."""
+def by_places(places_of: PlacesOf, refused: str = WORKED) -> Rule:
+    """The rule of an op whose result has the dims of its operands in other places."""
 
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-        of_result = places(node, operand)
-        found = tuple(place for d in spec if (place := of_result[d]) is not None)
-        return found if len(found) == len(spec) else Refusal(f"{node.target} {refused}")
+    def places(node: fx.Node) -> Places:
+        each = [(n, places_of(node, n)) for n in tensor_inputs(node)]
+        return [(n, [refused if place is None else place for place in of]) for n, of in each]
 
-    def backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-        out = shape_of(node)
-        needs: OperandSpecs = {}
-        for operand in tensor_inputs(node):
-            of_result, source = places(node, operand), shape_of(operand)
-            if any(d not in of_result for d in spec):
-                return Refusal(f"{node.target} {refused}")
-            needs[operand] = tuple(of_result.index(d) for d in spec)
-            if any(source[d] != out[o] for d, o in zip(needs[operand], spec, strict=True)):
-                return Refusal(f"the operands of {node.target} differ in their token dims")
-        return needs
-
-    return forward, backward
+    return Rule(places, refused)
 
 
-def along(worked_dims: WorkedDims) -> tuple[ForwardRule, BackwardRule]:
-    """Both rules of an op that works along ``worked_dims``; operands and result have equal rank."""
+def along(worked_dims: WorkedDims) -> Rule:
+    """The rule of an op that works along ``worked_dims``; operands and result have equal rank."""
 
-    def places(node: fx.Node, operand: fx.Node) -> list[int | None]:
-        worked = worked_dims(node, len(shape_of(node)))
-        return [None if d in worked else d for d in range(len(shape_of(operand)))]
+    def places(node: fx.Node) -> Places:
+        out, operands = shape_of(node), tensor_inputs(node)
+        found: list[Place] = [*range(len(out))]
+        for dim, size in enumerate(out):
+            if any(shape_of(n)[dim] != size for n in operands):
+                found[dim] = "the operands of {} differ in their token dims"
+        for dim in worked_dims(node, len(out)):
+            found[dim] = WORKED
+        return [(n, found) for n in operands]
 
-    return by_places(places)
+    return Rule(places)
 
 
 # ---- the dims that an op works along ------------------------------------------------------------
@@ -140,9 +131,9 @@ def _complex(node: fx.Node, operand: fx.Node) -> list[int | None]:
     return [d if d < rank else None for d in range(len(shape_of(operand)))]
 
 
-selected = by_places(_selected, "picks single tokens")  # and ``unbind``
+selected = by_places(_selected, "{} picks single tokens")  # and ``unbind``
 stacked = by_places(_stacked)
-select_scattered = by_places(_select_scattered, "writes single tokens")
+select_scattered = by_places(_select_scattered, "{} writes single tokens")
 repeated = by_places(_repeated)
 permuted = by_places(_permuted)
 as_complex = by_places(_complex)
@@ -154,52 +145,33 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     return dims_of(node, rank, "dim") if has_argument(node, "dim") else list(range(rank))
 
 
-def _kept(node: fx.Node, operand: fx.Node) -> list[int | None]:
-    rank = len(shape_of(operand))
-    dims = reduced_dims(node, rank)
-    kept = [d for d in range(rank) if d not in dims]
-    places = kept if len(shape_of(node)) == rank else list(range(len(kept)))
-    return [places[kept.index(d)] if d in kept else None for d in range(rank)]
-
-
-_without_tokens, reduce_backward = by_places(_kept, "reduces over tokens")
-
-
-def reduce_forward(combined: Reduced | None) -> ForwardRule:
+def reduced(combined: Reduced | None = None) -> Rule:
     """The rule of a reduction; ``combined``: how results of chunks make that of all tokens."""
 
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-        dims = set(reduced_dims(node, len(shape_of(operand))))
-        if not dims & set(spec):
-            return _without_tokens(node, operand, spec)
-        if combined and set(spec) <= dims:
-            return combined
-        which = "all tokens" if set(spec) <= dims else "some of the token dims"
-        return Refusal(f"{node.target} reduces over {which}")
+    def places(node: fx.Node) -> Places:
+        (source,) = tensor_inputs(node)
+        rank = len(shape_of(source))
+        dims = reduced_dims(node, rank)
+        kept = [d for d in range(rank) if d not in dims]
+        names = kept if len(shape_of(node)) == rank else range(len(kept))
+        found: dict[int, Place] = dict(zip(kept, names, strict=True))
+        return [(source, [found.get(d, -1 - d) for d in range(rank)])]
 
-    return forward
+    return Rule(places, combined=combined)
 
 
 # ---- norms: several results; all tokens share the weights ---------------------------------------
-def norm_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    if operand is not node.args[0] or operand in node.args[1:]:
-        return Refusal(f"the weights of {node.target} depend on tokens")
-    if set(_normalized_dims(node)) & set(spec):
-        return Refusal(f"{node.target} normalizes over tokens")
-    return spec
+def _normalized(node: fx.Node) -> Places:
+    source, *weights = (n for n in node.args[:1] + node.args[2:] if isinstance(n, fx.Node))
+    refused = "the weights of {} depend on tokens"
+    rank = len(shape_of(source))
+    kept = rank - len(argument(node, "normalized_shape"))
+    of_source = [d if d < kept else _normalizes for d in range(rank)]
+    return [(source, of_source), *((n, [refused] * len(shape_of(n))) for n in weights)]
 
 
-def norm_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    source = node.all_input_nodes[0]
-    result = norm_forward(node, source, spec)
-    if isinstance(result, Refusal):
-        return result
-    return {**dict.fromkeys(tensor_inputs(node), WHOLE), source: spec}
-
-
-def _normalized_dims(node: fx.Node) -> list[int]:
-    rank = len(shape_of(node))
-    return list(range(rank - len(argument(node, "normalized_shape")), rank))
+_normalizes = "{} normalizes over tokens"
+norm = Rule(_normalized, _normalizes)
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -28,18 +28,10 @@ from torch import fx
 from mstpass.graph.joint import numel
 from mstpass.graph.linearity import is_zero
 from mstpass.graph.sizes import same_shape
-from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.token_rules import Place, Places, Rule
 from mstpass.graph.token_rules.arguments import argument, nodes_at, shape_of
-from mstpass.graph.tokens import (
-    SUM,
-    WHOLE,
-    Reduced,
-    Refusal,
-    Spec,
-    align,
-    broadcast_source,
-    without_ones,
-)
+from mstpass.graph.token_rules.views import aligned
+from mstpass.graph.tokens import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +39,11 @@ class _Layout:
     """Which dim of an indexed result comes from where.
 
     Attributes:
-        indexed: the dims of the source that the index tensors replace.
         start: the first dim of the block in the result.
         block: the shape of the block.
         kept: for each dim of the result outside the block, in order, the dim of the source.
     """
 
-    indexed: tuple[int, ...]
     start: int
     block: tuple[int, ...]
     kept: tuple[int, ...]
@@ -61,12 +51,6 @@ class _Layout:
     def result_dim(self, source_dim: int) -> int:
         place = self.kept.index(source_dim)
         return place if place < self.start else place + len(self.block)
-
-    def in_block(self, dim: int) -> bool:
-        return self.start <= dim < self.start + len(self.block)
-
-    def source_dim(self, result_dim: int) -> int:
-        return self.kept[result_dim if result_dim < self.start else result_dim - len(self.block)]
 
     def result_shape(self, source: Sequence[int]) -> list[int]:
         kept = [source[d] for d in self.kept]
@@ -85,134 +69,70 @@ def _layout(node: fx.Node) -> _Layout | Refusal:
     block = torch.broadcast_shapes(*(shape_of(i) for i in _indices(node)))
     kept = tuple(d for d in range(len(shape_of(source))) if d not in indexed)
     adjacent = indexed == tuple(range(indexed[0], indexed[-1] + 1))
-    return _Layout(indexed, indexed[0] if adjacent else 0, tuple(block), kept)
-
-
-def _has_one_role(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the operand is only one of source, index and written values."""
-    roles = [*node.args[:1], *_indices(node), *node.args[2:3]]
-    return sum(role is operand for role in roles) == 1
+    return _Layout(indexed[0] if adjacent else 0, tuple(block), kept)
 
 
 # ---- reading ------------------------------------------------------------------------------------
-def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    layout = _layout(node)
-    if isinstance(layout, Refusal):
-        return layout
-    if not _has_one_role(node, operand):
-        return Refusal(f"{node.target} indexes a value with itself")
-    if operand is node.args[0]:
-        if set(spec) & set(layout.indexed):
-            return Refusal(f"{node.target} picks tokens")
-        return tuple(layout.result_dim(d) for d in spec)
-    shape = shape_of(operand)
-    dims = align(spec, len(shape), len(layout.block))
-    if any(layout.block[d] != shape[s] for d, s in zip(dims, spec, strict=True)):
-        return Refusal("an operand is broadcast over the token dims")
-    return tuple(layout.start + d for d in dims)
-
-
-def index_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+def _read(node: fx.Node) -> Places | Refusal:
     layout, (source,) = _layout(node), nodes_at(node, 0)
     if isinstance(layout, Refusal):
         return layout
-    if not all(_has_one_role(node, n) for n in node.all_input_nodes):
-        return Refusal(f"{node.target} indexes a value with itself")
-    inside = [layout.in_block(d) for d in spec]
-    if not any(inside):
-        whole = dict.fromkeys(_indices(node), WHOLE)
-        return {**whole, source: tuple(layout.source_dim(d) for d in spec)}
-    if not all(inside):
-        return Refusal(f"{node.target} has tokens both in indexed dims and in others")
-    return _specs_for_block(node, layout, tuple(d - layout.start for d in spec), source)
+
+    def of_index(index: fx.Node) -> list[Place]:
+        in_block = aligned(shape_of(index), layout.block)
+        return [d + layout.start if isinstance(d, int) else d for d in in_block]
+
+    of_source: list[Place] = ["{} picks tokens"] * len(shape_of(source))
+    for dim in layout.kept:
+        of_source[dim] = layout.result_dim(dim)
+    return [(source, of_source), *((n, of_index(n)) for n in _indices(node))]
 
 
-def _specs_for_block(
-    node: fx.Node, layout: _Layout, spec: Spec, source: fx.Node
-) -> OperandSpecs | Refusal:
-    needs: OperandSpecs = {source: WHOLE}
-    for index in _indices(node):
-        need = broadcast_source(shape_of(index), layout.block, spec)
-        if isinstance(need, Refusal):
-            return need
-        needs[index] = need
-    return needs
-
+read = Rule(_read)
 
 # ---- writing ------------------------------------------------------------------------------------
 _FEWER = 8  # a table that is summed up in chunks has fewer elements than all values by this factor
+_BY_TOKEN = "{} writes at indices that depend on the token"
+_AT_TOKENS = "{} writes at indices along a token dim"
 
 
-def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-    """``index_put``: token-parallel only if no token dim is indexed."""
-    summed = put_sum_specs(node)
-    if summed and spec and summed.get(operand) == spec:
-        return SUM
-    layout = _layout(node)
+def _put(node: fx.Node) -> Places | Refusal:
+    """``index_put``: token-parallel only if no token dim is indexed.
+
+    It sums over the tokens if they are all rows of the one index tensor, and the values have a row
+    for each.
+    """
+    layout, (base, values) = _layout(node), nodes_at(node, 0, 2)
     if isinstance(layout, Refusal):
         return layout
-    base, values = nodes_at(node, 0, 2)
-    if not _has_one_role(node, operand) or operand in _indices(node):
-        return Refusal(f"{node.target} writes at indices that depend on the token")
-    if operand is base:
-        if set(spec) & set(layout.indexed):
-            return Refusal(f"{node.target} writes at indices along a token dim")
-        return spec
-    shape, target = shape_of(values), layout.result_shape(shape_of(base))
-    dims = align(spec, len(shape), len(target))
-    if any(layout.in_block(d) or target[d] != shape[s] for d, s in zip(dims, spec, strict=True)):
-        return Refusal(f"{node.target} writes at indices that depend on the token")
-    return tuple(layout.source_dim(d) for d in dims)
-
-
-def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    layout, (base, values) = _layout(node), nodes_at(node, 0, 2)
-    result = put_forward(node, base, spec)
-    if isinstance(layout, Refusal) or not isinstance(result, tuple):
-        return result  # type: ignore[return-value]
+    shape = shape_of(values)
     target = layout.result_shape(shape_of(base))
-    result_spec = tuple(layout.result_dim(d) for d in spec)
-    need = broadcast_source(shape_of(values), target, result_spec)
-    if isinstance(need, Refusal):
-        return need
-    if not all(_has_one_role(node, n) for n in node.all_input_nodes):
-        return Refusal(f"{node.target} uses one value in two roles")
-    return {**dict.fromkeys(_indices(node), WHOLE), base: spec, values: need}
+    is_sum = len(_indices(node)) == 1 and argument(node, "accumulate") and is_zero(base)
+    is_sum = is_sum and same_shape(list(shape), target) and _FEWER * numel(base) <= numel(values)
+    block = range(layout.start, layout.start + len(layout.block))
+    source_dims: dict[int, Place] = {layout.result_dim(d): d for d in layout.kept}
+    source_dims |= {d: layout.start - 1 - d if is_sum else _BY_TOKEN for d in block}
+    of_values = [source_dims[d] if isinstance(d, int) else d for d in aligned(shape, target)]
+    return [
+        (base, [d if d in layout.kept else _AT_TOKENS for d in range(len(shape_of(base)))]),
+        (values, of_values),
+        *(
+            (n, [-1 - d if is_sum else _BY_TOKEN for d in range(len(shape_of(n)))])
+            for n in _indices(node)
+        ),
+    ]
 
 
-def put_sum_specs(node: fx.Node) -> OperandSpecs:
-    """The specs of the operands of an ``index_put`` that sums over the tokens; empty if none does.
-
-    The tokens are all rows of the one index tensor, and the values have a row for each.
-    """
-    base, values = nodes_at(node, 0, 2)
-    if len(node.args) < 4 or not node.args[3] or len(_indices(node)) != 1 or not is_zero(base):
-        return {}
-    layout, (index,) = _layout(node), _indices(node)
-    if isinstance(layout, Refusal) or not all(_has_one_role(node, n) for n in (index, values)):
-        return {}
-    shape = list(shape_of(values))
-    if not same_shape(shape, layout.result_shape(shape_of(base))):
-        return {}
-    if _FEWER * numel(base) > numel(values):
-        return {}
-    block = tuple(range(layout.start, layout.start + len(layout.block)))
-    return {
-        base: WHOLE,
-        index: without_ones(shape_of(index), tuple(range(len(layout.block)))),
-        values: without_ones(shape, block),
-    }
+put = Rule(_put, _AT_TOKENS)
 
 
 # ---- embedding ----------------------------------------------------------------------------------
-def embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    if operand is node.args[1]:
-        return spec
-    return Refusal("the embedding table itself depends on tokens")
-
-
-def embedding_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+def _embedding(node: fx.Node) -> Places:
     weight, ids = nodes_at(node, 0, 1)
-    if len(shape_of(node)) - 1 in spec:
-        return Refusal("the tokens run along the features of an embedding")
-    return {weight: WHOLE, ids: spec}
+    return [
+        (weight, ["the embedding table itself depends on tokens"] * 2),
+        (ids, range(len(shape_of(ids)))),
+    ]
+
+
+embedding = Rule(_embedding, "the tokens run along the features of an embedding")

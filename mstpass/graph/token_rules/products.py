@@ -29,16 +29,15 @@ Source: torch/_meta_registrations.py (``meta_scaled_mm``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from mstpass.graph.grouped_products import grouped_rows, grouped_sums
-from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
+from mstpass.graph.grouped_products import grouped_sums
+from mstpass.graph.token_rules import Place, Places, Rule
 from mstpass.graph.token_rules.arguments import nodes_at, shape_of
-from mstpass.graph.token_rules.views import pointwise_forward
-from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, broadcast_source
+from mstpass.graph.token_rules.views import aligned
+from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
 
@@ -53,108 +52,44 @@ def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     return (bias if isinstance(bias, fx.Node) else None), left, right
 
 
-# Of each operand and its spec, the spec of the result. Those with the same result belong together.
-_Table = dict[tuple[fx.Node, Spec], Spec | Reduced]
-_SEVERAL = Refusal("a matmul has tokens in several dims")
-_EXPERTS = Refusal("each chunk needs the weights of all experts")
-_BLOCKS = Refusal("float8 scales of blocks: their layout does not follow the rows")
-_CONTRACTED = Refusal("sums float8 products over the tokens, with scales that all tokens decide")
-
-
-def _rules(
-    table: Callable[[fx.Node], _Table | Refusal], of_operand: Refusal, of_result: Refusal
-) -> tuple[ForwardRule, BackwardRule]:
-    """Both rules of a product, with the reasons why an operand's spec, or a result's, has none."""
-
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-        known = table(node)
-        return known if isinstance(known, Refusal) else known.get((operand, spec), of_operand)
-
-    def backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-        known = table(node)
-        if isinstance(known, Refusal):
-            return known
-        needs = _needed_for(node, known, spec)
-        return needs if not spec or any(needs.values()) else of_result
-
-    return forward, backward
-
-
-def _needed_for(node: fx.Node, table: _Table, result: Spec | Reduced) -> OperandSpecs:
-    found = {n: spec for (n, spec), of_result in table.items() if of_result == result}
-    return {**dict.fromkeys(node.all_input_nodes, WHOLE), **found}
-
-
 # ---- two matrices, or batches of them -----------------------------------------------------------
-def _of_factors(node: fx.Node) -> _Table | Refusal:
-    _, left, right = bias_and_factors(node)
+def _of_factors(node: fx.Node) -> Places:
+    bias, left, right = bias_and_factors(node)
     *batch, rows, columns = range(len(shape_of(node)))
-    if left is right:
-        return Refusal("multiplies a matrix by itself")
-    of_batch: _Table = {(n, (dim,)): (dim,) for n in (left, right) for dim in batch}
-    of_result: _Table = {(left, (rows,)): (rows,), (right, (columns,)): (columns,)}
-    return {**of_batch, **of_result, (left, (columns,)): SUM, (right, (rows,)): SUM}
+    summed: Place = -1 if bias is None else "{} sums over the tokens and adds a bias"
+    of_bias = [] if bias is None else [(bias, aligned(shape_of(bias), shape_of(node)))]
+    return [(left, [*batch, rows, summed]), (right, [*batch, summed, columns]), *of_bias]
 
 
-_forward, _backward = _rules(_of_factors, _SEVERAL, _SEVERAL)
-
-
-def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
-    bias, *_ = bias_and_factors(node)
-    if operand is bias:
-        return pointwise_forward(node, operand, spec)
-    result = _forward(node, operand, spec)
-    if bias is not None and result == SUM:
-        return Refusal(f"{node.target} sums over the tokens and adds a bias")
-    return result
-
-
-def matmul_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    bias, *factors = bias_and_factors(node)
-    needs = _backward(node, spec)
-    if isinstance(needs, Refusal) or bias is None:
-        return needs
-    source = broadcast_source(shape_of(bias), shape_of(node), spec)
-    if isinstance(source, Refusal):
-        return source
-    if bias in factors and needs[bias] != source:
-        return Refusal("uses one value as bias and as factor")
-    return {**needs, bias: source}
-
-
-def contracted_specs(node: fx.Node) -> OperandSpecs:
-    """The specs of the operands if the product contracts the tokens."""
-    by_expert = node.target in (grouped_rows, grouped_sums)
-    table = _of_experts(node) if by_expert else _of_factors(node)
-    assert not isinstance(table, Refusal), "the product has rules"
-    return _needed_for(node, table, SUM)
+matmul = Rule(_of_factors)
 
 
 # ---- rows grouped by expert ---------------------------------------------------------------------
-def _of_experts(node: fx.Node) -> _Table:
+def _of_experts(node: fx.Node) -> Places:
     left, right, positions = nodes_at(node, 0, 1, 2)
     if node.target is grouped_sums:
-        of_rows: _Table = {(left, (1,)): SUM, (right, (0,)): SUM, (positions, (0,)): SUM}
-        return {**of_rows, (left, (0,)): (1,), (right, (1,)): (2,)}
-    of_rows = {(left, (0,)): (0,), (positions, (0,)): (0,)}
-    return {**of_rows, (left, (1,)): SUM, (right, (1,)): SUM, (right, (2,)): (1,)}
+        return [(left, [1, -1]), (right, [-1, 2]), (positions, [-1])]
+    return [(left, [0, -1]), (right, [_experts, -1, 1]), (positions, [0])]
 
 
-grouped = _rules(_of_experts, _EXPERTS, _EXPERTS)
+_experts = "each chunk needs the weights of all experts"
+grouped = Rule(_of_experts, _experts)
 
 
 # ---- float8 -------------------------------------------------------------------------------------
-def _of_scaled(node: fx.Node) -> _Table | Refusal:
+def _of_scaled(node: fx.Node) -> Places | Refusal:
     """A scale of the whole matrix has no tokens."""
     if not _by_row_or_tensor(node):
-        return _BLOCKS
+        return Refusal("float8 scales of blocks: their layout does not follow the rows")
     left, right, *scales = nodes_at(node, 0, 1, 2, 3)
-    table: _Table = {(left, (0,)): (0,), (right, (1,)): (1,)}
-    by_row = [(n, (dim,)) for dim, n in enumerate(scales) if math.prod(shape_of(n)) != 1]
-    return {**table, **{(n, spec): spec for n, spec in by_row}}
+    summed = "sums float8 products over the tokens, with scales that all tokens decide"
+    of_scales = [
+        (n, [d if size != 1 else summed for d, size in enumerate(shape_of(n))]) for n in scales
+    ]
+    return [(left, [0, summed]), (right, [summed, 1]), *of_scales]
 
 
-scaled = _rules(_of_scaled, _CONTRACTED, _SEVERAL)
+scaled = Rule(_of_scaled)
 
 
 def _by_row_or_tensor(node: fx.Node) -> bool:
