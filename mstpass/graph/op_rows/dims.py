@@ -27,11 +27,10 @@ def view_rows() -> dict[Any, Row]:
         views.view_backward,
         first_only,
         shape_arg=1,
-        inverses=("view",),
     )
     squeezed = dataclasses.replace(view, shape_arg=None)
-    whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
-    permute = Row("view", *along_dims.permuted, first_only, inverses=("permute",))
+    whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward)
+    permute = Row("view", *along_dims.permuted, first_only)
     along = along_dims.along(along_dims.dim_argument)
     item = Row("view", *along_dims.selected, first_only, reads_elsewhere=True)
     part = Row("view", *along, first_only, reads_elsewhere=True)
@@ -49,7 +48,6 @@ def view_rows() -> dict[Any, Row]:
             pointwise_backward,
             first_only,
             shape_arg=1,
-            inverses=("expand",),
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),
