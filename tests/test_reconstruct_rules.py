@@ -76,6 +76,10 @@ EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
     "cast": (lambda a: cast(a, torch.float32), "cast", (EDGES.bfloat16(),)),
     "unsqueeze": (lambda a: a.unsqueeze(0), "view", (EDGES,)),
     "squeeze": (lambda a: a.squeeze(1), "view", (EDGES.view(12, 1),)),
+    "permute": (lambda a: a.permute(2, 0, 1), "permute", (EDGES.view(2, 3, 2),)),
+    "transpose": (lambda a: a.transpose(0, -1), "permute", (EDGES.view(2, 3, 2),)),
+    "t": (lambda a: a.t(), "permute", (EDGES.view(3, 4),)),
+    "clone": (lambda a: a.clone(), "copy", (EDGES,)),
 }
 
 
@@ -139,6 +143,7 @@ TOLERANT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], float]] = {
         (X,),
         1e-6,
     ),
+    "quotient": (lambda a, f: a / f, "quotient", (X, X.flip(0) + 9), 1e-6),
 }
 
 
@@ -209,6 +214,11 @@ LOST_CASES: dict[str, tuple[Fn, tuple[torch.Tensor, ...]]] = {
 def test_what_is_lost_is_not_inverted(name: str) -> None:
     fn, inputs = LOST_CASES[name]
     assert said(fn, *inputs) == []
+
+
+def test_the_dividend_of_a_quotient_follows_and_not_the_divisor() -> None:
+    (found,) = said(lambda a, f: a / f, X, X.flip(0))
+    assert found.target == "a_1"
 
 
 def test_a_broadcast_term_is_in_several_sums() -> None:

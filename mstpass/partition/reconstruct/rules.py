@@ -19,8 +19,8 @@ number.
 5e-20; infinite operands are not considered. Sources: Tempo (arXiv 2210.10246), InPlace-ABN (arXiv
 1712.02616).
 
-**Views and casts** link other inverses to chains. They are exact but for floats that were rounded
-to a narrower dtype, which come back rounded.
+**Views, copies and casts** link other inverses to chains. They are exact but for floats that were
+rounded to a narrower dtype, which come back rounded.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, SizeNodes, fake_mode_of
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import same_shape
+from mstpass.graph.token_rules.arguments import ints
 
 EXACT, TOLERANT = "exact", "tolerant"
 aten = torch.ops.aten
@@ -177,20 +178,54 @@ def _write_product(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> 
     return _cast_to(writer, found, dtype_of(target))
 
 
-# ---- views and casts -----------------------------------------------------------------------------
-def _of_view(node: fx.Node) -> Iterator[Inverse]:
-    yield Inverse(node.all_input_nodes[0].name, _names(node), node.name, "view", EXACT)
+def _of_quotient(node: fx.Node) -> Iterator[Inverse]:
+    dividend, divisor = node.args[:2]
+    if any(target is dividend for target, _ in _operands(node)):
+        bound, sources = f"2 * {_unit_roundoff(node)}, relative", _names(node, divisor)
+        yield Inverse(_names(dividend)[0], sources, node.name, "quotient", TOLERANT, bound)
+
+
+def _write_quotient(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    found = writer.call(aten.mul.Tensor, read(op), _read(read, op.args[1]))
+    return _cast_to(writer, found, dtype_of(target))
+
+
+# ---- views, copies and casts ---------------------------------------------------------------------
+def _exact(rule: str) -> Callable[[fx.Node], Iterator[Inverse]]:
+    def of(node: fx.Node) -> Iterator[Inverse]:
+        yield Inverse(node.all_input_nodes[0].name, _names(node), node.name, rule, EXACT)
+
+    return of
 
 
 def _write_view(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     return writer.call(aten.reshape.default, read(op), writer.shape(target))
 
 
+def _write_permute(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    order = _permutation(op)
+    return writer.call(aten.permute.default, read(op), [order.index(d) for d in range(len(order))])
+
+
+def _permutation(op: fx.Node) -> list[int]:
+    """For each dim of the result the dim of the operand."""
+    dims = list(range(op.meta["val"].dim()))
+    if op.target is aten.permute.default:
+        return [d % len(dims) for d in ints(op.args[1])]
+    a, b = (0, -1) if op.target is aten.t.default else op.args[1:3]
+    dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+    return dims
+
+
+def _write_copy(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    return read(op)
+
+
 def _of_cast(node: fx.Node) -> Iterator[Inverse]:
     """A cast to float16 may overflow, and other casts lose more than digits."""
     (operand,) = node.all_input_nodes
     before, after = dtype_of(operand), dtype_of(node)
-    exact = Inverse(operand.name, _names(node), node.name, "cast", EXACT)
+    (exact,) = _exact("cast")(node)
     if before == after or (before, after) in _LOSSLESS:
         yield exact
     elif (after, before) in _LOSSLESS and after != torch.float16:
@@ -220,19 +255,27 @@ class Rule(NamedTuple):
 RULES: Mapping[str, Rule] = {
     "sum": Rule(_of_sum, _write_sum),
     "product": Rule(_of_product, _write_product),
-    "view": Rule(_of_view, _write_view),
+    "quotient": Rule(_of_quotient, _write_quotient),
+    "view": Rule(_exact("view"), _write_view),
+    "permute": Rule(_exact("permute"), _write_permute),
+    "copy": Rule(_exact("copy"), _write_copy),
     "cast": Rule(_of_cast, _write_cast),
 }
 RULE_OF: Mapping[object, str] = {
     aten.add.Tensor: "sum",
     aten.sub.Tensor: "sum",
     aten.mul.Tensor: "product",
+    aten.div.Tensor: "quotient",
     aten.view.default: "view",
     aten.reshape.default: "view",
     aten._unsafe_view.default: "view",
     aten.unsqueeze.default: "view",
     aten.squeeze.dim: "view",
     aten.squeeze.dims: "view",
+    aten.permute.default: "permute",
+    aten.t.default: "permute",
+    aten.transpose.int: "permute",
+    aten.clone.default: "copy",
     CAST: "cast",
 }
 
