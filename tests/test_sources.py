@@ -70,7 +70,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/reconstruct/rewrite_joint.py": dict.fromkeys(
         ["_low_dtype_of_loop_result", "low_dtype"], "loops in loops"
     ),
-    "partition/reconstruct/rules/functions.py": dict.fromkeys(["value_range"], "to a given depth"),
     "partition/solve.py": dict.fromkeys(["_has_a_plan", "_verified", "solve"], "the next solver"),
     "partition/solvers/checkpoint_table.py": dict.fromkeys(
         ["CheckpointTable._nested", "CheckpointTable._solve_nested"], "levels of nested stops"
