@@ -64,10 +64,11 @@ def items_as_slices(joint: JointGraph) -> Rewritten:
     No name counts as changed: a slice alone makes no region.
     """
     found = (node for node in joint.nodes if _is_item(node) and _is_wide(joint, node))
-    return rewritten(joint, found, _as_slice)
+    return rewritten(joint, found, as_slice)
 
 
-def _as_slice(rewriting: Rewriting, item: fx.Node) -> None:
+def as_slice(rewriting: Rewriting, item: fx.Node) -> None:
+    """Replace the item by a slice or a selection."""
     with rewriting.graph.inserting_before(item):
         built = _written(rewriting.builder, item)
     built.meta.update(replacement_meta(item))
