@@ -40,7 +40,6 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import held_by_item, is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated, rewritten
 from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
@@ -148,16 +147,10 @@ def _is_output_projection(node: fx.Node) -> bool:
 
 
 def _product_and_sum(rewriting: Rewriting, biased: fx.Node) -> fx.Node:
-    """Replace the node by a product and a sum; returns the product."""
-    call = rewriting.builder.call
+    """A product and a sum."""
     bias, left, right = biased.args
-    with rewriting.graph.inserting_before(biased):
-        product = call(aten.mm.default, left, right)
-        total = call(aten.add.Tensor, product, bias)
-    for node in (product, total):
-        node.meta.update(policy_meta(biased))
-    rewriting.replace(biased, total)
-    return product
+    product = rewriting.builder.call(aten.mm.default, left, right)
+    return rewriting.builder.call(aten.add.Tensor, product, bias)
 
 
 def unused_random_state(joint: JointGraph) -> Rewritten:
@@ -167,18 +160,8 @@ def unused_random_state(joint: JointGraph) -> Rewritten:
         The copy and the names of the backwards in it that read zeros now; the graph itself if there
         is no such state.
     """
-    if not any(_is_unused_state(node) for node in joint.nodes):
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    readers: set[str] = set()
-    for node in rewriting.joint.nodes:
-        value = value_of(node)
-        if value is not None and _is_unused_state(node):
-            with rewriting.graph.inserting_before(node.next):
-                zero = rewriting.builder.filled(value.shape, 0, value)
-            readers.update(user.name for user in node.users)
-            rewriting.replace(node, zero)
-    return rewriting.finished(), frozenset(readers)
+    zeros = lambda copy, node: copy.builder.filled(shape_of(node), 0, node.meta["val"])
+    return rewritten(joint, filter(_is_unused_state, joint.nodes), zeros)
 
 
 def _is_unused_state(node: fx.Node) -> bool:

@@ -13,7 +13,6 @@ sums have a closed form (graph/row_sums.py): that of a label's gradient is its o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import NamedTuple
 
@@ -23,10 +22,11 @@ from torch import fx
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.row_sums import sum_of_row
 from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.arguments import argument
+from mstpass.graph.tokens import CannotTake
 from mstpass.normalize.token_window import downstream
 
 aten = torch.ops.aten
@@ -36,23 +36,15 @@ _MOST_TERMS = 6
 
 def row_sums_of_gradients(joint: JointGraph) -> Rewritten:
     """A copy of the graph with such sums; the graph itself if it has none."""
-    found = [node.name for node in joint.nodes if _is_row_sum(joint, node)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    made = set[str]()
-    for name in found:
-        node = rewriting.joint.by_name[name]
-        (source,) = node.all_input_nodes
-        with rewriting.graph.inserting_before(node), contextlib.suppress(_NoTerms):
-            total = _Terms(rewriting.builder, rewriting.joint.backward, source).total()
-            if not argument(node, "keepdim"):
-                total = rewriting.builder.call(
-                    aten.squeeze.dim, total, source.meta["val"].dim() - 1
-                )
-            made.update(reader.name for reader in (total, *node.users))
-            rewriting.replace(node, total)
-    return (rewriting.finished() if made else joint), frozenset(made)
+    return rewritten(joint, (n for n in joint.nodes if _is_row_sum(joint, n)), _by_terms)
+
+
+def _by_terms(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    (source,) = node.all_input_nodes
+    total = _Terms(rewriting.builder, rewriting.joint.backward, source).total()
+    if argument(node, "keepdim"):
+        return total
+    return rewriting.builder.call(aten.squeeze.dim, total, source.meta["val"].dim() - 1)
 
 
 def _is_row_sum(joint: JointGraph, node: fx.Node) -> bool:
@@ -74,10 +66,6 @@ def _is_row_sum(joint: JointGraph, node: fx.Node) -> bool:
     )
 
 
-class _NoTerms(Exception):
-    """The value is no sum of such products."""
-
-
 class _Term(NamedTuple):
     """A product of a number per row and a value of the forward; None stands for 1."""
 
@@ -91,19 +79,20 @@ class _Terms:
     def __init__(self, builder: Builder, backward: set[fx.Node], source: fx.Node):
         self.builder, self.call, self.backward = builder, builder.call, backward
         self.source = source
+        self.refusal = CannotTake(source, "is no sum of products of rows and numbers")
 
     def total(self) -> fx.Node:
         """The sum of each row, ``[..., 1]``.
 
         Raises:
-            _NoTerms: the source is no sum of such products.
+            CannotTake: the source is no sum of such products.
         """
         parts = self._parts(self.source)
         found = parts[0]
         for part in parts[1:]:
             found = self.call(aten.add.Tensor, found, part)
         if not same_shape(found.meta["val"].shape, [*self.source.meta["val"].shape[:-1], 1]):
-            raise _NoTerms
+            raise self.refusal
         return found
 
     def _parts(self, source: fx.Node) -> list[fx.Node]:
@@ -127,20 +116,20 @@ class _Terms:
         """The terms of a value.
 
         Raises:
-            _NoTerms: it has none, or too many.
+            CannotTake: it has none, or too many.
         """
         if not isinstance(node, fx.Node) or value_of(node) is None:
-            raise _NoTerms
+            raise self.refusal
         value = node.meta["val"]
         if value.dtype not in _FULL_PRECISION:
-            raise _NoTerms
+            raise self.refusal
         if value.dim() == 0 or value.shape[-1] == 1:
             return [_Term(node, None)]
         if node not in self.backward:
             return [_Term(None, node)]
         found = self._of_call(node)
         if len(found) > _MOST_TERMS:
-            raise _NoTerms
+            raise self.refusal
         return found
 
     def _of_call(self, node: fx.Node) -> list[_Term]:
@@ -154,7 +143,7 @@ class _Terms:
         if target is aten.where.self:
             return self._chosen(node)
         if not _has_two_operands(node):
-            raise _NoTerms
+            raise self.refusal
         left, right = node.args
         if target is aten.add.Tensor:
             return [*self.of(left), *self.of(right)]
@@ -168,7 +157,7 @@ class _Terms:
             ]
         if target is aten.div.Tensor:
             return self._quotient(self.of(left), right)
-        raise _NoTerms
+        raise self.refusal
 
     def _each(self, terms: list[_Term], target: object, *args: object) -> list[_Term]:
         """A function of one factor of each term."""
@@ -193,7 +182,7 @@ class _Terms:
             return self._each(terms, aten.div.Tensor, divisor)
         divisors = self.of(divisor)
         if len(divisors) != 1:
-            raise _NoTerms
+            raise self.refusal
         one = aten.reciprocal.default
         inverse = _Term(*(None if n is None else self.call(one, n) for n in divisors[0]))
         return [self._product(term, inverse) for term in terms]
@@ -202,10 +191,10 @@ class _Terms:
         """``where(condition, x, 0)``, or with 0 and x changed, for a condition of the forward."""
         condition, hit, miss = node.args
         if not isinstance(condition, fx.Node) or condition in self.backward:
-            raise _NoTerms
+            raise self.refusal
         hits = linearity.is_zero(miss)
         if not hits and not linearity.is_zero(hit):
-            raise _NoTerms
+            raise self.refusal
         zero, one = (self.builder.filled([], n, node.meta["val"]) for n in (0, 1))
         found = []
         for factor, row in self.of(hit if hits else miss):
@@ -223,13 +212,13 @@ class _Terms:
         source, shape = node.args
         assert isinstance(source, fx.Node) and isinstance(shape, list | tuple), "a node and a list"
         if source.meta["val"].shape[-1:] != node.meta["val"].shape[-1:]:
-            raise _NoTerms
+            raise self.refusal
         found = []
         for factor, row in self.of(source):
             if factor is not None and factor.meta["val"].dim() > 0:
                 rows = [*source.meta["val"].shape[:-1], 1]
                 if any(map(symbols_of, rows)):
-                    raise _NoTerms
+                    raise self.refusal
                 factor = self.call(aten.expand.default, factor, rows)
                 factor = self.call(aten.reshape.default, factor, [*shape[:-1], 1])
             if row is not None:

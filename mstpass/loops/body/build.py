@@ -63,7 +63,7 @@ from mstpass.graph.row_sums import (
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
-from mstpass.loops.body.gradient_in_place import scatter_last, write_gradients_in_place
+from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.pointwise_values import (
     eliminate_common_subexpressions,
     materialize_row_values,
@@ -136,7 +136,6 @@ class _Body:
         join_products(self.builder, self.loop)
         eliminate_common_subexpressions(self.builder)
         if not self.has_sizes:
-            scatter_last(self.builder)
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
