@@ -82,9 +82,8 @@ def sum_of_row(
     Raises:
         CannotTake: no rule applies.
     """
-    value = source.meta["val"]
-    found = _RowSums(builder, value, backward).of(source)
-    if not same_shape(found.meta["val"].shape, [*value.shape[:-1], 1]):
+    found = _RowSums(builder, source, backward).of(source)
+    if not same_shape(found.meta["val"].shape, [*source.meta["val"].shape[:-1], 1]):
         raise CannotTake(source, "its rows share one sum")
     return found
 
@@ -92,12 +91,12 @@ def sum_of_row(
 class _RowSums:
     """The rules, for values of one dtype, device and row shape ``[..., 1]``."""
 
-    def __init__(self, builder: Builder, value: torch.Tensor, backward: Container[fx.Node] | None):
-        self.builder, self.call, self.value = builder, builder.call, value
+    def __init__(self, builder: Builder, source: fx.Node, backward: Container[fx.Node] | None):
+        value = source.meta["val"]
+        self.builder, self.call, self.source, self.value = builder, builder.call, source, value
         self.dtype, self.width = value.dtype, value.shape[-1]
         self.row = (*value.shape[:-1], 1)
-        self.backward = backward
-        self.terms = 0
+        self.backward, self.terms = backward, 0
 
     def of(self, source: object, weight: fx.Node | None = None) -> fx.Node:
         """The sum over the last dim, ``[..., 1]``, of a value times a weight of the forward.
@@ -105,19 +104,16 @@ class _RowSums:
         Raises:
             CannotTake: no rule applies.
         """
-        if not isinstance(source, fx.Node) or value_of(source) is None:
-            raise CannotTake(self.builder.graph.output_node(), "a number is summed")
-        if source.meta["val"].dtype != self.dtype:
-            raise CannotTake(source, "has another dtype")
-        closed = self._closed(source) if weight is None else None
-        if closed is not None:
+        value = value_of(source) if isinstance(source, fx.Node) else None
+        if not isinstance(source, fx.Node) or value is None or value.dtype != self.dtype:
+            raise CannotTake(self.source, "sums a number, or values of another dtype")
+        if weight is None and (closed := self._closed(source)) is not None:
             return closed
         if self.dtype not in _FULL_PRECISION and source.target is not aten.mul.Tensor:
             # The other rules multiply by V, which rounds in a narrow dtype; a sum does not.
             raise CannotTake(source, "is rounded")
         constant = _constant_along_row(source)
-        is_forward = self.backward is not None and source not in self.backward
-        if constant is None and not is_forward:
+        if constant is None and not self._is_forward(source):
             return self._of_call(source, weight)
         self.terms += 1
         if self.terms > _MOST_TERMS:
@@ -134,6 +130,9 @@ class _RowSums:
         if elements is not None or self.dtype not in _FULL_PRECISION:
             return elements
         return self._of_log_softmax(source) or self._of_exponentials(source)
+
+    def _is_forward(self, node: fx.Node) -> bool:
+        return self.backward is not None and node not in self.backward
 
     def _times(self, value: fx.Node, weight: fx.Node | None) -> fx.Node:
         return value if weight is None else self.call(aten.mul.Tensor, value, weight)
@@ -162,23 +161,21 @@ class _RowSums:
         """
         target: Any = node.target
         left, right = node.args
-        pairs = ((left, right), (right, left)) if target is aten.mul.Tensor else ((left, right),)
+        is_product = target is aten.mul.Tensor
+        pairs = ((left, right), (right, left)) if is_product else ((left, right),)
         for value, factor in pairs:
             if not isinstance(factor, fx.Node):
                 return self.call(target, self.of(value, weight), factor)
             if (constant := _constant_along_row(factor)) is not None:
                 total = self.call(target, self.of(value, weight), constant)
-                if target is not aten.mul.Tensor:
+                if not is_product:
                     return total
                 zero = self.call(aten.mul.Tensor, constant, self.builder.filled([], 0, self.value))
                 return self.call(aten.add.Tensor, total, zero)
         for value, factor in pairs:
-            if self.backward is not None and isinstance(factor, fx.Node):
-                if factor in self.backward:
-                    continue
-                if target is aten.div.Tensor:
-                    factor = self.call(aten.reciprocal.default, factor)
-                return self.of(value, self._times(factor, weight))
+            if isinstance(factor, fx.Node) and self._is_forward(factor):
+                inverse = factor if is_product else self.call(aten.reciprocal.default, factor)
+                return self.of(value, self._times(inverse, weight))
         raise CannotTake(node, "is no product of a row and a number")
 
     def _of_choice(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
@@ -197,7 +194,7 @@ class _RowSums:
         value = hit if hits else miss
         if condition.meta["val"].shape[-1] == 1:
             return chosen(self.of(value, weight))
-        if self.backward is None or condition in self.backward:
+        if not self._is_forward(condition):
             raise CannotTake(node, "chooses within the row")
         return self.of(value, chosen(one if weight is None else weight))
 
@@ -219,7 +216,7 @@ class _RowSums:
         equal, hit, miss = _operands(node, aten.where.self) or (None,) * 3
         if not _is_call(equal, aten.eq.Tensor) or not linearity.is_zero(miss):
             return None
-        if not isinstance(hit, fx.Node) or not self._is_constant_along_row(hit):
+        if not isinstance(hit, fx.Node) or (hit := _constant_along_row(hit)) is None:
             return None
         for index, places in (equal.args, reversed(equal.args)):
             index, places = _without_expand(index), _without_expand(places)
@@ -233,11 +230,6 @@ class _RowSums:
                 zero = self.builder.filled([], 0, self.value)
                 return self.call(aten.where.self, in_bounds, hit, zero)
         return None
-
-    def _is_constant_along_row(self, node: fx.Node) -> bool:
-        """Whether the node has one element per row, or one element in all."""
-        shape = tuple(node.meta["val"].shape)
-        return shape == self.row or math.prod(shape) == 1
 
     def _of_scatter(self, source: fx.Node) -> fx.Node | None:
         """``sum(a)``."""
@@ -278,18 +270,16 @@ class _RowSums:
         return self.call(aten.where.self, infinite, self.call(aten.exp.default, m), total)
 
     def _sum(self, values: fx.Node) -> fx.Node:
-        return self.call(aten.sum.dim_IntList, values, [len(self.row) - 1], True)
+        return self.call(aten.sum.dim_IntList, values, [values.meta["val"].dim() - 1], True)
 
     def _is_maximum(self, m: object, x: object) -> bool:
         return _is_call(m, aten.amax.default) and m.args[0] is x and self._is_row_reduction(m)
 
     def _is_row_reduction(self, reduction: fx.Node) -> bool:
         """Whether it reduces the last dim alone, with ``keepdim``."""
-        dims = reduction.args[1] if len(reduction.args) > 1 else None
+        last = len(self.row) - 1
         keeps = tuple(reduction.meta["val"].shape) == self.row
-        return (
-            keeps and isinstance(dims, list | tuple) and list(dims) in ([-1], [len(self.row) - 1])
-        )
+        return keeps and reduced_dims(reduction, last + 1) == [last]
 
 
 def _is_call(node: object, target: object) -> TypeGuard[fx.Node]:
