@@ -27,24 +27,19 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "graph/joint.py": dict.fromkeys(["tensors_of"], "nested results"),
     "graph/narrow_offsets.py": dict.fromkeys(["_calls"], "loops in loops"),
     "graph/row_sums.py": dict.fromkeys(
-        ["_RowSums._of_parts", "_RowSums.of"],
+        [
+            "_RowSums._of_call",
+            "_RowSums._of_choice",
+            "_RowSums._of_product",
+            "_RowSums._of_view",
+            "_RowSums.of",
+        ],
         "a sum of sums, which is as deep as one loss is written",
     ),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
     "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
-    ),
-    "normalize/row_sums_of_gradients.py": dict.fromkeys(
-        [
-            "_Terms._chosen",
-            "_Terms._of_call",
-            "_Terms._parts",
-            "_Terms._quotient",
-            "_Terms._viewed",
-            "_Terms.of",
-        ],
-        "a gradient of one loss, of few terms",
     ),
     "normalize/unstack.py": dict.fromkeys(
         [
