@@ -7,9 +7,11 @@ FOLDER has the arguments as ``given.json``; each rank writes what the function r
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,10 @@ class ProcessFailed(UserError):
     def __init__(self, what: str, stderr: str):
         super().__init__(f"{what} failed:\n{stderr[-_ERROR_CHARS:]}")
         self.why = last_error(stderr)
+
+
+class TimedOut(ProcessFailed):
+    """A process took too long."""
 
 
 def last_error(text: str) -> str:
@@ -76,19 +82,24 @@ def call(
     with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
         Path(folder, "given.json").write_text(json.dumps(given), encoding="utf-8")
         command = [sys.executable, *launch, __name__]
-        try:
-            done = subprocess.run(
-                [*command, function.__module__, function.__name__, folder],
-                env=with_package({**os.environ, **one_thread, **(environment or {})}),
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ProcessFailed(what, f"it took more than {timeout_s:.0f} s") from None
-        if done.returncode:
-            raise ProcessFailed(what, done.stderr or "no output")
+        process = subprocess.Popen(
+            [*command, function.__module__, function.__name__, folder],
+            env=with_package({**os.environ, **one_thread, **(environment or {})}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # to end it with all that it has started
+        )
+        with process:
+            try:
+                said = process.communicate(timeout=timeout_s)[1]
+            except subprocess.TimeoutExpired:
+                raise TimedOut(what, f"it took more than {timeout_s:.0f} s") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            raise ProcessFailed(what, said or f"exit status {process.returncode}")
         files = (Path(folder, f"{rank}.json") for rank in range(ranks or 1))
         return [json.loads(file.read_text("utf-8")) for file in files]
 
