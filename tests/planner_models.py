@@ -50,18 +50,17 @@ def is_same(problem, other):
 
 
 # ---- functions that run in a process of their own --------------------------------------------
-def squared(number, report):
-    report("squaring")
+def squared(number):
     return number**2
 
 
-def refuse(number, report):
+def refuse(number):
     from mstpass.errors import UserError
 
     raise UserError(f"{number} is refused")
 
 
-def divide_by_zero(number, report):
+def divide_by_zero(number):
     return number / 0
 
 
@@ -71,8 +70,7 @@ def end_at_once(*given):
     os._exit(3)
 
 
-def sleep_long(number, report):
+def sleep_long(number):
     import time
 
-    report("sleeping")
     time.sleep(number)

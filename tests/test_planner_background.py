@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,15 +11,12 @@ import pytest
 from mstpass.cli.plan import _progress
 from mstpass.errors import UserError
 from mstpass.planner.background import Background, usable_cores
-from mstpass.planner.request import silent
 from tests import planner_models
 
 
-def test_a_result_and_reports_come_back():
-    reports = []
-    with Background(planner_models.squared, (7,), reports.append, "squares") as background:
+def test_a_result_comes_back():
+    with Background(planner_models.squared, (7,), "squares") as background:
         assert background.result() == 49
-    assert reports == ["squaring"]
 
 
 @pytest.mark.parametrize(
@@ -32,17 +28,14 @@ def test_a_result_and_reports_come_back():
     ],
 )
 def test_errors_come_back(function, error, message):
-    background = Background(function, (3,), silent, "squares")
+    background = Background(function, (3,), "squares")
     with background, pytest.raises(error, match=message):
         background.result()
 
 
 def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
-    started = threading.Event()
     start = time.monotonic()
-    report = lambda *_: started.set()
-    with Background(planner_models.sleep_long, (600,), report, "sleeps") as background:
-        assert started.wait(60)
+    with Background(planner_models.sleep_long, (600,), "sleeps") as background:
         os.kill(background._process.pid, signal.SIGINT)
         background._process.join(0.3)
         assert background._process.is_alive()

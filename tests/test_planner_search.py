@@ -170,7 +170,7 @@ def test_lengths_lead_to_the_longest_that_fits(fixed, of_token, most, start, see
 def test_an_estimate_is_near_the_row(path_of, layers):
     room = _room(path_of({**DEEP, "num_hidden_layers": layers}), 64, alone=True)
     rows = CompiledRows(room, config_of(room.request.model), silent)
-    assert rows.about_longest() == pytest.approx(rows.mst_row().length, rel=0.15)
+    assert rows.about_longest() == pytest.approx(rows.mst_row().length, rel=0.25)
 
 
 def test_layers_are_dropped(path_of):

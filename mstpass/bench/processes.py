@@ -82,24 +82,26 @@ def call(
     with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
         Path(folder, "given.json").write_text(json.dumps(given), encoding="utf-8")
         command = [sys.executable, *launch, __name__]
-        process = subprocess.Popen(
-            [*command, function.__module__, function.__name__, folder],
-            env=with_package({**os.environ, **one_thread, **(environment or {})}),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # to end it with all that it has started
-        )
-        with process:
+        # a file: what a process has started may hold a pipe open, and its end would not be seen
+        with Path(folder, "errors.txt").open("w+", encoding="utf-8") as errors:
+            process = subprocess.Popen(
+                [*command, function.__module__, function.__name__, folder],
+                env=with_package({**os.environ, **one_thread, **(environment or {})}),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # to end it with all that it has started
+            )
             try:
-                said = process.communicate(timeout=timeout_s)[1]
+                status = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 raise TimedOut(what, f"it took more than {timeout_s:.0f} s") from None
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise ProcessFailed(what, said or f"exit status {process.returncode}")
+                process.wait()
+            errors.seek(0)
+            if status:
+                raise ProcessFailed(what, errors.read() or f"exit status {status}")
         files = (Path(folder, f"{rank}.json") for rank in range(ranks or 1))
         return [json.loads(file.read_text("utf-8")) for file in files]
 

@@ -1,11 +1,10 @@
-"""A function that runs in a process of its own, and reports what it does."""
+"""A function that runs in a process of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -15,9 +14,6 @@ from typing import Any
 
 from mstpass.errors import UserError
 from mstpass.frame_stack import with_deep_stack
-from mstpass.planner.request import Report
-
-_PROGRESS, _RESULT, _ERROR = "progress", "result", "error"
 
 
 def usable_cores() -> int:
@@ -26,22 +22,18 @@ def usable_cores() -> int:
 
 
 class Background:
-    """Runs ``function(*args, report)`` in a new process, until it is done or the block ends.
+    """Runs ``function(*args)`` in a new process, until it is done or the block ends.
 
     Args:
         function: one that can be imported; its arguments and its result are plain data.
-        report: is called here, in another thread, with what the function reports.
         does: what the process does, for messages of errors.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], report: Report, does: str
-    ):
-        self._report, self._does = report, does
-        self._answer: tuple[str, Any] | None = None
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], does: str):
+        self._does = does
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
-        self._messages, messages = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(messages, function, args), daemon=True)
+        self._answer, answer = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(answer, function, args), daemon=True)
         # An interrupt of the terminal goes to both processes, and is for this one to handle. The
         # tracker comes first, because to start it unblocks the signal.
         resource_tracker.ensure_running()
@@ -50,9 +42,7 @@ class Background:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        messages.close()  # the other process has the only end to write to: its end is seen
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        answer.close()  # the other process has the only end to write to: its end is seen
 
     def __enter__(self) -> Background:
         return self
@@ -60,8 +50,7 @@ class Background:
     def __exit__(self, *exception: object) -> None:
         self._process.kill()
         self._process.join()
-        self._reader.join()
-        self._messages.close()
+        self._answer.close()
 
     def result(self) -> Any:
         """Wait for the result; an error of the function is raised here.
@@ -69,42 +58,25 @@ class Background:
         Raises:
             UserError: the process has ended without an answer.
         """
-        self._reader.join()
-        if self._answer is None:
+        try:
+            found, error = self._answer.recv()
+        except (EOFError, OSError):
             self._process.join()
             raise UserError(
                 f"the process that {self._does} has ended (exit code "
                 f"{self._process.exitcode}; -9: it was killed, as where memory runs out)"
-            )
-        kind, value = self._answer
-        if kind == _ERROR:
-            raise value
-        return value
-
-    def _read(self) -> None:
-        """Pass reports on until the answer comes or the process ends."""
-        try:
-            while self._answer is None:
-                kind, value = self._messages.recv()
-                if kind == _PROGRESS:
-                    self._report(value)
-                else:
-                    self._answer = kind, value
-        except (EOFError, OSError):
-            return
+            ) from None
+        if error is not None:
+            raise error
+        return found
 
 
-def _serve(messages: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run the function in the new process."""
     warnings.simplefilter("ignore")  # the other process shows them, as it builds the same model
-
-    def report(what: str) -> None:
-        messages.send((_PROGRESS, what))
-
     try:
-        messages.send((_RESULT, with_deep_stack(function, *args, report)))
+        answer.send((with_deep_stack(function, *args), None))
     except UserError as error:
-        messages.send((_ERROR, error))
+        answer.send((None, error))
     except Exception:
-        text = f"in another process:\n{traceback.format_exc()}"
-        messages.send((_ERROR, RuntimeError(text)))
+        answer.send((None, RuntimeError(f"in another process:\n{traceback.format_exc()}")))

@@ -37,6 +37,8 @@ _REPEATED = 4  # layers of a copy that is deepened
 _FINE = 0.002  # of a length: what such copies are planned once more for
 _STATES = 10  # of a layer, for each token at the peak of the least memory: about
 _START = 2**16  # tokens, where the width is not known
+_NEAR = 0.5  # of its length: as short as a plan is scaled, and by the same factor as long
+_LEAP = 16
 _TRIES = 8
 _BUDGET_TRIES = 3
 
@@ -64,16 +66,27 @@ class CompiledRows:
         return row
 
     def about_longest(self) -> int:
-        """About the longest length that fits, by one plan that is scaled; 0: none fits."""
-        try:
-            traced = self._trace(self._start(), (compiled_step.LEAST,), BLOCK, self._layers)
-        except NoShallowCopy:
-            traced = self._trace(self._start(), (compiled_step.LEAST,), BLOCK)
+        """About the longest length that fits, by a plan that is scaled; 0: none fits."""
+        layers, length, found = self._layers, self._start(), 0
+        for _ in range(_TRIES):
+            try:
+                traced = self._trace(length, (compiled_step.LEAST,), BLOCK, layers)
+            except NoShallowCopy:
+                layers = None
+                continue
+            found = self._longest(traced)
+            if _NEAR <= found / traced.length <= 1 / _NEAR:
+                break
+            # chunks are as long as they were traced, so that shorter sequences may fit none
+            length = found or max(BLOCK, traced.length // _LEAP)
+        return found
+
+    def _longest(self, traced: TracedStep) -> int:
+        """The longest length that fits with the plan of the traced one."""
         plan = self._least(traced, traced.length).plan
-        step_at = functools.partial(
-            compiled_step.step_of_plan, traced, option=compiled_step.LEAST, plan=plan
+        bytes_at = lambda n: self._bytes(
+            compiled_step.step_of_plan(traced, n, compiled_step.LEAST, plan)
         )
-        bytes_at = lambda length: self._bytes(step_at(length))
         return longest(bytes_at, self.room.step_bytes, traced.length, tolerance=0)
 
     @functools.cached_property

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.planner.eager_step import EagerStep, Loss, Recipe, eager_step
 from mstpass.planner.lengths import START, longest
 from mstpass.planner.models import config_of, layer_count, layers_of
-from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, RECIPE, Report, Request, Row
+from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, RECIPE, Report, Request, Row, silent
 from mstpass.planner.room import Room, traceable
 from mstpass.tracing.devices import traced_for
 
@@ -161,7 +161,7 @@ _KEEPS = {
 _DEEP = 6  # layers from which on shallow copies take less time than the whole model
 
 
-def eager_rows(room: Room, report: Report) -> tuple[Row, ...]:
+def eager_rows(room: Room, report: Report = silent) -> tuple[Row, ...]:
     """The rows of `ways`, one after the other."""
     with traced_for(None, room.request.gpu):
         config = config_of(room.request.model)

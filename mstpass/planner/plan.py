@@ -159,7 +159,7 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
         if processes > 1 and request.compares_eager:
-            background = Background(eager_rows, (room,), report, _COMPARES)
+            background = Background(eager_rows, (room,), _COMPARES)
             compared = stack.enter_context(background).result
         if known is None:
             compiled = CompiledRows(room, config, report)
