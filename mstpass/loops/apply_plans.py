@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mstpass.graph.advice import REPORT
 from mstpass.graph.builder import ADDED, Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph
@@ -145,7 +146,7 @@ class _GraphWriter:
             self._write_task(task)
         except (UnknownSize, CannotRenew) as error:
             first = self.loop_of[task][1].members[0] if isinstance(task, str) else task.name
-            raise CannotTake(self.joint.by_name[first], str(error)) from None
+            raise CannotTake(self.joint.by_name[first], REPORT(str(error))) from None
 
     def _write_task(self, task: _Task) -> None:
         if isinstance(task, str):

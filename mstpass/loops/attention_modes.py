@@ -29,6 +29,7 @@ from collections.abc import Sequence, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import DIVIDING_CHUNKS
 from mstpass.graph.attention import is_attention, is_product, mask_of, shares_keys
 from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.joint import JointGraph, nbytes
@@ -126,7 +127,7 @@ def _with_equal_chunks(
     if all(mask_of(node) is None for node in planner.facts.specs):
         return plan
     what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
-    reason = f"{what}, which attention with a mask needs"
+    reason = DIVIDING_CHUNKS(f"{what}, which attention with a mask needs")
     return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
 
 

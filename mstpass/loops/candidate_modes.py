@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from mstpass.graph.advice import under_a_budget
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
@@ -33,7 +34,6 @@ from mstpass.loops.plan_region import CopyPlanner, RegionPlanner, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
-from mstpass.regions.advice import under_a_budget
 from mstpass.regions.detect import find_regions, region_along_features
 
 _LENGTHS = {  # names of modes
@@ -142,8 +142,13 @@ def find_candidates(
             taken.append(_candidates(planner, p, limit, again))
     if limit.is_free and rejections:  # of which a budget may take some
         still = {r.node for r in find_candidates(joint, options, Limit(0.0), runner)[1]}
-        rejections = [r if r.node in still else under_a_budget(r) for r in rejections]
+        rejections = [r if r.node in still else _under_a_budget(r) for r in rejections]
     return [*taken, *leaner], rejections
+
+
+def _under_a_budget(rejection: Rejection) -> Rejection:
+    reason = under_a_budget(rejection.reason, "it may run in chunks")
+    return dataclasses.replace(rejection, reason=reason, fix=reason.advice)
 
 
 def preferred_mode(region: Region, limit: Limit) -> str:

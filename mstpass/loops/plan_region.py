@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+from mstpass.graph.advice import AS_MUCH_MEMORY, EQUAL_TOKENS, FEWER_SUMS, Advice
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.tokens import Refusal
@@ -42,6 +43,7 @@ from mstpass.plans import (
     Region,
     Rejection,
 )
+from mstpass.regions.make_region import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 
@@ -99,10 +101,12 @@ class RegionPlanner:
         accumulate = INPUT if length == FEW else self._asked
         loops = self._loops_of(mode, may_recompute, sections).summing(accumulate)
         if len(loops.loops) > _MOST_LOOPS:
-            reason = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
-            return self._rejection(f"{reason}: each value that is reduced over all tokens ends one")
+            needs = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
+            reason = f"{needs}: each value that is reduced over all tokens ends one"
+            return self._rejection(FEWER_SUMS(reason))
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
-            return self._rejection("a loop would read constants only, and nothing with tokens")
+            reason = "a loop would read constants only, and nothing with tokens"
+            return self._rejection(EQUAL_TOKENS(reason))
         if region.axis == FEATURES:
             return self._over_features(loops, length)
         chunk_tokens = chunk_length(facts, loops, sections, self.options, length)
@@ -117,10 +121,12 @@ class RegionPlanner:
         bytes_after = sum(map(nbytes, kept)) + of_one_chunk
         forced = region.unbounded or self.options.chunk_tokens is not None
         if not forced and bytes_after >= facts.bytes_before:
+            advice = AS_MUCH_MEMORY
             reason = f"a loop of {num_chunks} chunks would hold as much memory as no loop"
             if region.returned:
-                reason = f"{region.note.partition(';')[0]}: {reason}"
-            return self._rejection(reason)
+                returned = RETURNED[region.kind]
+                advice, reason = Advice(returned.advice), f"{returned}: {reason}"
+            return self._rejection(advice(reason))
         in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
         if sections is not None:
             of_sections = chunks_of_sections(facts, sections, self.options, length)

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import MORE_ROWS, SELECT_FIRST
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, symbols_of
@@ -129,9 +130,9 @@ def _region(growth: WideGrowth) -> tuple[Region, WideGrowth]:
     """
     anchor = growth.anchor
     if depends_on_data(anchor.meta["val"]):
-        raise CannotTake(anchor, "the size of its result depends on data")
+        raise CannotTake(anchor, SELECT_FIRST("the size of its result depends on data"))
     if growth.count < 2:
-        raise CannotTake(anchor, f"{growth.count} tokens are too few for a loop")
+        raise CannotTake(anchor, MORE_ROWS(f"{growth.count} tokens are too few for a loop"))
     if not all(isinstance(width, int) for width in widths(anchor) or ()):
         raise CannotTake(anchor, SYMBOLIC_WIDTH)
     growth.add(anchor, growth.held_by_anchor)
