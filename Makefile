@@ -89,7 +89,10 @@ bench: $(READY)
 setup: $(READY)
 
 # torch comes first and pinned: the range in pyproject.toml then installs nothing more. Python compiles
-# what is imported, which is little of what is installed.
+# what is imported, which is little of what is installed. It keeps that, whatever the environment
+# says: each of the many processes of a run would take seconds to compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(READY): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"

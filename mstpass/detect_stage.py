@@ -9,15 +9,20 @@ from mstpass.graph.advice import NO_COMPILED_AUTOGRAD
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
-from mstpass.loops.attention_modes import all_candidates, loops_over_heads, may_have_blocks
-from mstpass.loops.candidate_modes import RegionCandidates
+from mstpass.loops.candidate_modes import (
+    RegionCandidates,
+    all_candidates,
+    loops_over_heads,
+    may_have_blocks,
+)
 from mstpass.normalize import FOR_SECTIONS, normalized
 from mstpass.normalize.left_out import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import MIXED, ChunkPlan, Rejection
+from mstpass.plans import ChunkPlan, Rejection
+from mstpass.problem.problem import MIXED
 from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 

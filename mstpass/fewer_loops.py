@@ -8,7 +8,6 @@ from collections.abc import Iterator, Set
 import networkx as nx
 
 from mstpass.graph.joint import JointGraph
-from mstpass.loops.mode_costs import WHOLE
 from mstpass.options import Options
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE, Candidate, lowest_saved_set, without_loops
@@ -20,7 +19,7 @@ from mstpass.partition.solvers.free_bounds import (
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import CutProblem, Mode
+from mstpass.problem.problem import WHOLE, CutProblem, Mode
 from mstpass.problem.saved_set import must_offload
 
 FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for

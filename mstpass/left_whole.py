@@ -18,7 +18,6 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.graph import advice
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.mode_costs import WHOLE
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.candidate import (
     TIE,
@@ -29,7 +28,7 @@ from mstpass.partition.solvers.candidate import (
 from mstpass.partition.solvers.choose_modes import least_memory_mode, least_memory_modes
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import WHOLE, CutProblem, Plan
 
 _TOO_LONG = "take too long without a budget"
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
@@ -103,6 +102,8 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
     if region is None:  # of the graph as it was traced, the problem has no regions
         return None
     mode = least_memory_mode(region).name
+    loops = candidate.plan_in(mode)
+    assert loops is not None, "least memory is that of loops"
     try:
         whole, chunked = (
             fewest_saved_bytes(problem, {**plan.modes, candidate.region: name})
@@ -112,7 +113,7 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
         return None
     before_us = problem.cached(baseline).us
     extra_time = chunked.us / before_us - 1 if before_us else 0.0
-    return _Compared(whole.peak_bytes, chunked.peak_bytes, extra_time, _loops_text(candidate[mode]))
+    return _Compared(whole.peak_bytes, chunked.peak_bytes, extra_time, _loops_text(loops))
 
 
 def _loops_text(plan: ChunkPlan) -> str:

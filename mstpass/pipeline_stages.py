@@ -23,7 +23,7 @@ from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
 from mstpass.loops.apply_plans import CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.mode_costs import WHOLE, copied_nodes, region_modes
+from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.inputs_before_writes import as_copies
@@ -127,13 +127,12 @@ class Planned:
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
         """The loops that the plan chose."""
-        modes = ((c, self._mode(c)) for c in self.candidates)
-        return tuple(candidate[mode] for candidate, mode in modes if mode != WHOLE)
+        return tuple(filter(None, map(self._plan_of, self.candidates)))
 
     @functools.cached_property
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
-        whole = [c for c in self.candidates if self._mode(c) == WHOLE]
+        whole = [c for c in self.candidates if not self._plan_of(c)]
         reasons: list[str] = []
         with self.runner.left_out("why regions stay whole"):
             reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
@@ -142,14 +141,14 @@ class Planned:
 
     def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
         """The convolutions that became products of which none is in a loop."""
-        looped = names_of(c for c in self.candidates if self._mode(c) != WHOLE)
+        looped = names_of(filter(self._plan_of, self.candidates))
         whole = names_of(self.candidates) - looped
         kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
         return LeftOut(convolutions=kept - unused)
 
-    def _mode(self, candidate: RegionCandidates) -> str:
-        first = WHOLE if candidate.whole_first else candidate.plans[0][0]
-        return self.plan.modes.get(candidate.region, first)
+    def _plan_of(self, candidate: RegionCandidates) -> ChunkPlan | None:
+        """The loops of a region; None if it stays whole."""
+        return candidate.plan_in(self.plan.modes.get(candidate.region))
 
 
 def plan(

@@ -17,7 +17,6 @@ from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
 from mstpass.problem.problem import pinned_bytes
 
-FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"
 FLOAT32, INPUT = "float32", "input"  # ``LoopPlan.accumulate``
 AUTO = "auto"  # the option of this name: one of them for each loop
 # A sum kept in 16 bits is rounded once for each chunk, and eager's once. With the roundings that
@@ -191,10 +190,6 @@ class LoopPlan:
         """The chunks, once they are known."""
         assert self.chunks is not None, "the length of the chunks is not chosen yet"
         return self.chunks
-
-    def in_chunks(self, chunks: Chunks) -> LoopPlan:
-        """The same loop with these chunks, if it has none of its own."""
-        return self if self.chunks else dataclasses.replace(self, chunks=chunks)
 
     def spec_of(self) -> dict[str, Spec | None]:
         """The spec of each member, and of each input that is cut."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from mstpass.bench.gpu import worker
 from mstpass.bench.gpu.device import Step
-from mstpass.bench.gpu.job import Event, job_from
+from mstpass.bench.gpu.runner import attempt
+from mstpass.bench.processes import TimedOut
 
 
 class CpuDevice:
@@ -61,65 +62,35 @@ class Clock:
         return self.now
 
 
-class InProcess:
-    """A worker that does its job in this process; each event takes a second of the clock.
+class Calls:
+    """Does in this process what new ones would do; each call takes a second of the clock.
 
     Args:
-        work: does a job: yields events, ``Hang`` or ``Die``, and returns the exit status.
+        work: gets what a process is given, and returns or raises what comes of it; ``Hang``: it
+            never ends.
     """
 
-    def __init__(self, work: Callable[[Mapping[str, Any]], Iterator[Any]], clock: Clock):
-        self._work, self._clock, self._status, self._words = work, clock, 0, ""
-        self.jobs: list[Mapping[str, Any]] = []
+    def __init__(self, work: Callable[[Mapping[str, Any]], Any], clock: Clock):
+        self._work, self._clock = work, clock
+        self.given: list[Mapping[str, Any]] = []
 
-    def launch(self, job: Mapping[str, Any], environment: Mapping[str, str]) -> InProcess:
-        self.jobs.append(job)
-        self._events = self._work(job)
-        self._status, self._words = 0, ""
-        return self
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def next_event(self, timeout_s: float) -> Event | None:
-        found = next(self._events, None)
-        if isinstance(found, Die):
-            self._status, self._words = found.args
-            return None
-        if isinstance(found, Hang):
-            self._clock.now += timeout_s
-            raise TimeoutError
-        if isinstance(found, BaseException):
-            raise found
+    def __call__(
+        self, given: Mapping[str, Any], variables: Mapping[str, str], limit_s: float
+    ) -> Any:
+        self.given.append(given)
+        try:
+            found = self._work(json.loads(json.dumps(given)))
+        except Hang:
+            self._clock.now += limit_s
+            raise TimedOut("a row", f"more than {limit_s:.0f} s") from None
         self._clock.now += 1.0
-        return found
-
-    def status(self) -> int:
-        return self._status
-
-    def last_words(self) -> str:
-        return self._words
+        return json.loads(json.dumps(found))
 
 
 class Hang(Exception):
-    """The worker sends nothing any more."""
+    """The process never ends."""
 
 
-class Die(Exception):
-    """The worker ends with an exit status and an error."""
-
-
-def done_by(device: Any) -> Callable[[Mapping[str, Any]], Iterator[Any]]:
-    """The work of a real worker, on a device."""
-
-    def work(data: Mapping[str, Any]) -> Iterator[Any]:
-        events: list[Event] = []
-        status = worker.run(job_from(data, device, events.append))
-        yield from events
-        if status:
-            yield Die(status, "")
-
-    return work
+def done_by(device: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """The work of a real process, on a device."""
+    return lambda given: attempt(device=device, **given)

@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 from mstpass.graph.attention import is_product
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.apply_plans import apply_plans
-from mstpass.loops.attention_modes import plan_of_groups
-from mstpass.loops.region_facts import RegionFacts
-from mstpass.loops.region_loops import region_loops
+from mstpass.loops.plan_region import RegionPlanner
+from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Region
 from tests.checks import Seeded
 
@@ -26,10 +25,12 @@ def plan_of(
 
     ``kept`` says which products backward may not compute again; None: all of them may be.
     """
-    facts = RegionFacts(joint, region)
-    products = frozenset(n.name for n in facts.specs if is_product(n) and not (kept and kept(n)))
-    loops = region_loops(facts, "save" if kept else "recompute", products)
-    return plan_of_groups(facts, loops, region.num_tokens // heads)
+    planner = RegionPlanner(joint, region, Options())
+    members = planner.facts.specs
+    products = frozenset(n.name for n in members if is_product(n) and not (kept and kept(n)))
+    plan = planner.plan("save" if kept else "recompute", products, region.num_tokens // heads)
+    assert isinstance(plan, ChunkPlan), plan
+    return plan
 
 
 def results(module: fx.GraphModule) -> list[Tensor]:

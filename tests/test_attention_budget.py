@@ -15,7 +15,7 @@ from mstpass.bench.huggingface import TINY, architectures
 from mstpass.bench.long import problem_of
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import Limit
-from mstpass.loops import attention_modes
+from mstpass.loops import candidate_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
@@ -59,7 +59,7 @@ def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.Monkey
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
-    monkeypatch.setattr(attention_modes, "attention_candidates", lambda *_: ([], []))
+    monkeypatch.setattr(candidate_modes, "attention_candidates", lambda *_: ([], []))
     without = _planned(form, 0.0)
     assert without.outcome.peak_bytes and not without.outcome.regions
     assert real.peak_bytes < 0.85 * without.outcome.peak_bytes

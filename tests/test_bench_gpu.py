@@ -1,10 +1,12 @@
-"""`mstpass bench gpu` without a GPU: what a call keeps, whatever happens to its workers."""
+"""`mstpass bench gpu` without a GPU: what a call keeps, whatever happens to its processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,15 +15,14 @@ import pytest
 import torch
 
 from mstpass.bench import processes
-from mstpass.bench.gpu import command, device
-from mstpass.bench.gpu.job import RESTART, WorkerProcess
-from mstpass.bench.gpu.runner import PARTS, Part, Runner
+from mstpass.bench.gpu import command, device, heads
+from mstpass.bench.gpu.job import outcome
+from mstpass.bench.gpu.runner import PARTS, Part, Runner, in_process
 from mstpass.bench.gpu.state import (
     DRY,
     FAILED,
     FILE,
     MEASURED,
-    OUT_OF_MEMORY,
     OUT_OF_TIME,
     TOO_LONG,
     Case,
@@ -29,42 +30,31 @@ from mstpass.bench.gpu.state import (
     Settings,
     State,
 )
+from mstpass.bench.processes import ProcessFailed
 from mstpass.cli.main import main
-from tests.gpu_bench import Clock, Die, Hang, InProcess
+from tests.gpu_bench import Calls, Clock, Hang
 
 ROWS = ("a", "b", "c")
 CASE = Case("fake", "N=1", ROWS, limit_s=30.0)
 HEADER = {"card": "NVIDIA H200", "torch": "2.11", "quick": False, "dry": False}
 
 
-def begun(row, **probe):
-    return {"event": "start", "row": row, "probe": probe}
-
-
-def done(row, status=MEASURED, **figures):
-    return {"event": "row", "row": row, "outcome": {"status": status, "text": "", **figures}}
-
-
-def measures(data):
-    """A worker that measures all that is wanted."""
-    for row in data["wanted"]:
-        yield begun(row)
-        yield done(row)
+def measures(given):
+    """A process that measures what it is given."""
+    return outcome(MEASURED)
 
 
 class Setup:
-    """A runner of one part with one case, whose workers do what a test says."""
+    """A runner of one part with one case, whose processes do what a test says."""
 
-    def __init__(self, folder, work, case=CASE):
+    def __init__(self, folder, work, case=CASE, **part):
         self.clock = Clock()
-        self.process = InProcess(work, self.clock)
+        self.calls = Calls(work, self.clock)
         self.state = State.open(folder, HEADER)
         self.state.begin_run({"date": "today"})
         self.case = case
-        part = Part("fake", "", 1, lambda settings: [case], lambda job: None)
-        settings = Settings(folder)
-        self._runner = Runner(settings, self.state, self.process.launch, clock=self.clock)
-        self._parts = [part]
+        self._parts = [Part("fake", "", 1, lambda settings: [case], work, **part)]
+        self._runner = Runner(Settings(folder), self.state, self.calls, clock=self.clock)
 
     def run(self, seconds=600.0):
         self._runner.run(self._parts, seconds)
@@ -77,16 +67,23 @@ class Setup:
         return self.state.outcome(self.case, row)["text"]
 
 
-# ---- what happens to workers -------------------------------------------------------------------
-def test_all_rows_in_one_process(tmp_path):
+# ---- what happens to processes -----------------------------------------------------------------
+def rows_of(calls):
+    return [given["row"] for given in calls.given]
+
+
+def test_a_process_for_each_row(tmp_path):
     setup = Setup(tmp_path, measures)
     assert setup.run() == dict.fromkeys(ROWS, MEASURED)
-    assert len(setup.process.jobs) == 1
+    assert rows_of(setup.calls) == list(ROWS)
+    assert list(setup.calls.given[2]["known"]) == ["a", "b"]
 
 
 def test_a_second_call_goes_on_with_what_is_missing(tmp_path):
-    def two_rows(data):
-        yield from (done("a"), done("b", FAILED), KeyboardInterrupt())
+    def two_rows(given):
+        if given["row"] == "c":
+            raise KeyboardInterrupt
+        return outcome(FAILED if given["row"] == "b" else MEASURED)
 
     first = Setup(tmp_path, two_rows)
     with pytest.raises(KeyboardInterrupt):
@@ -94,51 +91,30 @@ def test_a_second_call_goes_on_with_what_is_missing(tmp_path):
     second = Setup(tmp_path, measures)
     assert second.statuses() == {"a": MEASURED, "b": FAILED, "c": None}
     assert second.run()["c"] == MEASURED
-    (job,) = second.process.jobs
-    assert job["wanted"] == ["c"] and set(job["known"]["outcomes"]) == {"a", "b"}
+    (given,) = second.calls.given
+    assert given["row"] == "c" and set(given["known"]) == {"a", "b"}
     assert [second.state.outcome(CASE, row)["run"] for row in ROWS] == [0, 0, 1]
     third = Setup(tmp_path, measures)
     third.run()
-    assert third.process.jobs == []
-
-
-def test_out_of_memory_in_the_middle(tmp_path):
-    def work(data):
-        for row in data["wanted"]:
-            yield begun(row)
-            if row == "b":
-                yield done(row, OUT_OF_MEMORY)
-                yield Die(RESTART, "")
-                return
-            yield done(row)
-
-    setup = Setup(tmp_path, work)
-    assert setup.run() == {"a": MEASURED, "b": OUT_OF_MEMORY, "c": MEASURED}
-    assert [job["wanted"] for job in setup.process.jobs] == [["a", "b", "c"], ["c"]]
+    assert third.calls.given == []
 
 
 def test_a_process_that_dies_loses_one_row(tmp_path):
-    def work(data):
-        for row in data["wanted"]:
-            yield begun(row)
-            yield Die(-9, "RuntimeError: no") if row == "b" else done(row)
+    def work(given):
+        if given["row"] == "b":
+            raise ProcessFailed("a row", "noise\nRuntimeError: no\n")
+        return outcome(MEASURED)
 
     setup = Setup(tmp_path, work)
     assert setup.run() == {"a": MEASURED, "b": FAILED, "c": MEASURED}
-    assert setup.text("b") == "its process ended: signal 9: RuntimeError: no"
-
-
-@pytest.mark.parametrize("ends", [Die(1, "ImportError: torch"), Die(RESTART, ""), None])
-def test_workers_that_measure_nothing_come_to_an_end(tmp_path, ends):
-    setup = Setup(tmp_path, lambda data: iter([ends] if ends else []))
-    assert setup.run() == dict.fromkeys(ROWS, FAILED)
+    assert setup.text("b") == "RuntimeError: no"
 
 
 def test_a_row_that_takes_too_long(tmp_path):
-    def work(data):
-        for row in data["wanted"]:
-            yield begun(row)
-            yield Hang() if row == "a" else done(row)
+    def work(given):
+        if given["row"] == "a":
+            raise Hang
+        return outcome(MEASURED)
 
     setup = Setup(tmp_path, work)
     assert setup.run() == {"a": TOO_LONG, "b": MEASURED, "c": MEASURED}
@@ -146,11 +122,10 @@ def test_a_row_that_takes_too_long(tmp_path):
 
 
 def test_the_time_is_over(tmp_path):
-    def work(data):
-        yield begun("a")
-        yield done("a")
-        yield begun("b")
-        yield Hang()
+    def work(given):
+        if given["row"] == "b":
+            raise Hang
+        return outcome(MEASURED)
 
     case = Case("fake", "N=1", ROWS, limit_s=900.0)
     setup = Setup(tmp_path, work, case)
@@ -162,39 +137,37 @@ def test_the_time_is_over(tmp_path):
 
 def test_no_row_is_begun_after_a_parts_share(tmp_path):
     clock = Clock()
-    process = InProcess(slow_rows(clock), clock)
+
+    def slow(given):
+        clock.now += 40
+        return outcome(MEASURED)
+
     state = State.open(tmp_path, HEADER)
     state.begin_run({})
     cases = [Case(name, "N=1", ROWS, limit_s=60.0) for name in ("first", "second")]
-    parts = [Part(c.part, "", 1, lambda _, c=c: [c], lambda job: None) for c in cases]
-    Runner(Settings(tmp_path), state, process.launch, clock=clock).run(parts, 160)
+    parts = [Part(c.part, "", 1, lambda _, c=c: [c], slow) for c in cases]
+    Runner(Settings(tmp_path), state, Calls(slow, clock), clock=clock).run(parts, 160)
     first, second = ([state.outcome(c, r)["status"] for r in ROWS] for c in cases)
     # 80 s are the first part's: its second row ends at 82 s; 78 s are left
     assert first == second == [MEASURED, MEASURED, OUT_OF_TIME]
 
 
-def slow_rows(clock):
-    def work(data):
-        for row in data["wanted"]:
-            yield begun(row)
-            clock.now += 39
-            yield done(row)
-
-    return work
-
-
 def test_a_probe_that_kills_its_process_does_not_fit(tmp_path):
-    def work(data):
-        probes = data["known"]["probes"]["a"]
-        if not probes:
-            yield begun("a", length=64)
-            yield Die(-9, "")
-            return
-        assert [(p["length"], p["fits"]) for p in probes] == [(64, False)]
-        yield from measures(data)
+    def next_probe(settings, row, known, probes):
+        if row != "a":
+            return {}
+        return outcome(MEASURED, fitted=probes[0]["fits"]) if probes else {"length": 64}
 
-    setup = Setup(tmp_path, work)
+    def work(given):
+        if given["probe"]:
+            raise ProcessFailed("a row", "no output")
+        return outcome(MEASURED)
+
+    setup = Setup(tmp_path, work, next_probe=next_probe)
     assert setup.run() == dict.fromkeys(ROWS, MEASURED)
+    assert setup.state.outcome(CASE, "a")["fitted"] is False
+    (probe,) = setup.state.probes(CASE, "a")
+    assert probe == {"length": 64, "fits": False, "why": "no output"}
 
 
 # ---- the state file ----------------------------------------------------------------------------
@@ -220,46 +193,32 @@ def test_rows_of_another_card_are_not_mixed(tmp_path):
 
 
 # ---- a real process ----------------------------------------------------------------------------
-def worker_process(program, job=None):
-    return WorkerProcess(job or {}, {"NAME": "value"}, (sys.executable, "-c", program))
+def test_a_real_process_measures_a_row(tmp_path):
+    settings = {**vars(Settings(tmp_path, quick=True, dry=True)), "out": str(tmp_path)}
+    case = dataclasses.asdict(heads.loop_cases(Settings(tmp_path, dry=True))[0])
+    given = {"settings": settings, "case": case, "row": "calibration", "known": {}, "probe": {}}
+    assert in_process(given, {}, 300)["status"] == DRY
 
 
-def test_a_real_process_sends_events():
-    program = """
-import json, os, sys
-job = json.loads(sys.stdin.readline())
-print(json.dumps({"row": job["row"], "text": os.environ["NAME"]}), flush=True)
-print("noise", file=sys.stderr)
-raise ValueError("the end")
-"""
-    with worker_process(program, {"row": "a"}) as worker:
-        assert worker.next_event(60) == {"row": "a", "text": "value"}
-        assert worker.next_event(60) is None
-        assert worker.status() == 1
-        assert worker.last_words() == "ValueError: the end"
+def starts_a_child():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
-def test_a_real_process_is_ended_with_its_children(tmp_path):
-    program = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
-print("{{}}", flush=True)
-time.sleep(600)
-"""
-    with worker_process(program) as worker:
-        assert worker.next_event(60) == {}
-        with pytest.raises(TimeoutError):
-            worker.next_event(0.01)
-    pid = (tmp_path / "pid").read_text()
-    status = Path("/proc", pid, "status")
+def test_a_real_process_is_ended_with_its_children():
+    (pid,) = processes.call("x", starts_a_child, {})
+    status = Path("/proc", str(pid), "status")
     end = time.monotonic() + 30  # a killed process takes its time to go
     while status.exists() and "State:\tZ" not in status.read_text():
         assert time.monotonic() < end, "the child still runs"
         time.sleep(0.05)
 
 
-def test_a_worker_finds_this_package(monkeypatch):
+def test_a_process_that_takes_too_long():
+    with pytest.raises(processes.TimedOut, match="more than 0 s"):
+        processes.call("x", starts_a_child, {}, timeout_s=0.5)
+
+
+def test_a_process_finds_this_package(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     root = str(Path(processes.__file__).parents[2])
     assert processes.with_package({"PYTHONPATH": "x"})["PYTHONPATH"].split(":") == [root, "x"]
@@ -306,15 +265,14 @@ def test_called_wrongly(argv, capsys):
 
 def test_a_call_from_its_arguments_to_its_files(tmp_path, monkeypatch, capsys):
     clock = Clock()
-    process = InProcess(interrupted_after_two, clock)
     argv = ["--dry-run", "--quick", "--part", "heads", "--out", str(tmp_path)]
     monkeypatch.setattr(command, "RESULTS", tmp_path / "none")
-    assert command.main(argv, process.launch) == command.INTERRUPTED
+    assert command.main(argv, Calls(interrupted_after_two, clock)) == command.INTERRUPTED
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [row["row"] for row in rows] == ["Inductor", "mst"]
-    process = InProcess(plans, clock)
-    assert command.main([*argv, "--minutes", "0.1"], process.launch) == command.ROWS_LEFT
-    assert command.main(argv, process.launch) == command.DONE
+    calls = Calls(plans, clock)
+    assert command.main([*argv, "--minutes", "0.1"], calls) == command.ROWS_LEFT
+    assert command.main(argv, calls) == command.DONE
     assert "not run" not in (tmp_path / "gpu.md").read_text()
     assert "heads, N=2048, eager: dry" in capsys.readouterr().out
     (tmp_path / "gpu.md").unlink()
@@ -323,14 +281,14 @@ def test_a_call_from_its_arguments_to_its_files(tmp_path, monkeypatch, capsys):
 
 
 def test_ended_by_a_signal(tmp_path):
-    def killed(data):
-        yield done(data["wanted"][0], DRY)
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield Hang()
+    def killed(given):
+        if given["known"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return outcome(DRY)
 
     before = signal.getsignal(signal.SIGTERM)
     argv = ["--dry-run", "--part", "heads", "--out", str(tmp_path)]
-    assert command.main(argv, InProcess(killed, Clock()).launch) == command.INTERRUPTED
+    assert command.main(argv, Calls(killed, Clock())) == command.INTERRUPTED
     assert len(State.read(tmp_path).rows) == 1
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -343,13 +301,11 @@ def test_the_memory_limit_is_within_the_card():
     assert command.within_card(given, int(23.6 * gib)).settings.memory_bytes == 21 * gib
 
 
-def plans(data):
-    for row in data["wanted"]:
-        yield begun(row)
-        yield done(row, DRY)
+def plans(given):
+    return outcome(DRY)
 
 
-def interrupted_after_two(data):
-    events = plans(data)
-    yield from (next(events) for _ in range(4))
-    yield KeyboardInterrupt()
+def interrupted_after_two(given):
+    if len(given["known"]) == 2:
+        raise KeyboardInterrupt
+    return outcome(DRY)

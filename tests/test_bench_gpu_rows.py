@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from mstpass.bench import comparison
 from mstpass.bench.comparison import eager
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest, results, side_by_side, worker
+from mstpass.bench.gpu import cuda_tests, heads, llama, longest, results, side_by_side
 from mstpass.bench.gpu.device import NoDevice, time_in_turn
-from mstpass.bench.gpu.job import job_data, job_from
+from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.longest import GRAIN, TOLERANCE, Probe, best, next_length
 from mstpass.bench.gpu.runner import PARTS, Runner
 from mstpass.bench.gpu.state import (
@@ -24,12 +24,11 @@ from mstpass.bench.gpu.state import (
     OUT_OF_MEMORY,
     SKIPPED,
     Case,
-    Known,
     Settings,
     State,
 )
 from mstpass.errors import MissingPackageError
-from tests.gpu_bench import Clock, CpuDevice, InProcess, done_by
+from tests.gpu_bench import Calls, Clock, CpuDevice, done_by
 
 
 @pytest.fixture(autouse=True)
@@ -40,25 +39,16 @@ def tiny_sizes(monkeypatch):
 
 
 def outcomes(ways, device=None, known=None, settings=None, wanted=None):
-    """Measure ways of a tiny head; returns the outcomes by row, and the exit status."""
+    """Measure ways of a tiny head, one after the other; returns the outcomes by row."""
     names = tuple(way.name for way in ways)
     case = Case("heads", "N=64", names, 60.0)
-    found = {}
-
-    def send(event):
-        if event["event"] == "row":
-            found[event["row"]] = json.loads(json.dumps(event["outcome"]))
-
-    data = job_data(
-        settings or Settings(Path(), quick=True), case, wanted or names, known or Known()
-    )
-    job = job_from(json.loads(json.dumps(data)), device or CpuDevice(), send)
+    settings = settings or Settings(Path(), quick=True)
     build = lambda device: heads.workload(64, True, device)
-    try:
-        side_by_side.measure(job, build, ways)
-    except side_by_side.Restart:
-        return found, worker.RESTART
-    return found, 0
+    found = {}
+    for row in wanted or names:
+        job = Job(settings, case, row, device or CpuDevice(), {**(known or {}), **found})
+        found[row] = json.loads(json.dumps(side_by_side.measure(job, build, ways)))
+    return found
 
 
 def wrong(x, w, y):
@@ -71,8 +61,7 @@ def base():
 
 # ---- side by side ------------------------------------------------------------------------------
 def test_ways_are_measured_beside_the_first():
-    found, status = outcomes([base(), eager(), eager("wrong", wrong), eager("x", missing="none")])
-    assert status == 0
+    found = outcomes([base(), eager(), eager("wrong", wrong), eager("x", missing="none")])
     assert [found[name]["status"] for name in ("Inductor", "eager")] == [MEASURED] * 2
     row = found["eager"]
     assert row["peak_bytes"] == CpuDevice.peak and row["gradient_error"] == 0.0
@@ -88,18 +77,14 @@ def test_out_of_memory_is_the_outcome_of_a_row():
     def large(x, w, y):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    ways = [base(), eager("large", large), eager()]
-    found, status = outcomes(ways)
+    found = outcomes([base(), eager("large", large), eager()])
     assert found["large"] == {"status": OUT_OF_MEMORY, "text": ""}
-    assert status == worker.RESTART and "eager" not in found
-    known = Known({"Inductor": found["Inductor"], "large": found["large"]})
-    found, status = outcomes(ways, known=known, wanted=("eager",))
-    assert found["eager"]["ratio"] is not None and list(found) == ["eager"]
+    assert found["eager"]["ratio"] is not None
 
 
 def test_rows_whose_first_way_did_not_run_have_no_ratio():
-    known = Known({"Inductor": {"status": OUT_OF_MEMORY, "text": ""}})
-    found, _ = outcomes([base(), eager()], known=known, wanted=("eager",))
+    known = {"Inductor": {"status": OUT_OF_MEMORY, "text": ""}}
+    found = outcomes([base(), eager()], known=known, wanted=("eager",))
     assert found["eager"]["status"] == MEASURED and found["eager"]["ratio"] is None
 
 
@@ -111,10 +96,9 @@ def test_a_way_made_from_earlier_peaks():
         return eager("bytes")
 
     way = dataclasses.replace(eager("bytes"), from_peaks=from_peaks)
-    found, _ = outcomes([base(), eager(), way])
-    known = Known({name: found[name] for name in ("Inductor", "eager")})
-    outcomes([base(), eager(), way], known=known, wanted=("bytes",))
-    assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)] * 2
+    found = outcomes([base(), eager(), way])
+    assert found["bytes"]["status"] == MEASURED
+    assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)]
     with pytest.raises(RuntimeError, match="needs the peaks"):
         llama._half_way({})
 
@@ -160,7 +144,7 @@ def test_a_dry_run_traces_every_way():
     settings = Settings(Path(), quick=True, dry=True)
     installed = eager("other", own_kernels=True)
     ways = [base(), comparison.mst(chunk_tokens=16), eager(), installed]
-    found, _ = outcomes(ways, NoDevice(), settings=settings)
+    found = outcomes(ways, NoDevice(), settings=settings)
     assert {row["status"] for row in found.values()} == {DRY}
     assert found["mst"]["simulated_bytes"] > 0 and "fused in 4" in found["mst"]["plan"]
     assert "not traced" in found["other"]["plan"]
@@ -173,10 +157,8 @@ def test_a_dry_run_traces_every_way():
 def test_a_dry_calibration_shows_what_is_assumed(tmp_path):
     settings = Settings(tmp_path, dry=True)
     case = heads.loop_cases(settings)[0]
-    events = []
-    job = job_from(job_data(settings, case, case.rows, Known()), NoDevice(), events.append)
-    assert worker.run(job) == 0
-    row = {"row": events[-1]["row"], **events[-1]["outcome"]}
+    found = heads.loop_work(Job(settings, case, case.rows[0], NoDevice()))
+    row = {"row": case.rows[0], **found}
     assert row["status"] == DRY
     table = results.costs_table(case.name, [row])
     assert ("1024 rows a chunk, time / whole", "-") in [line[:2] for line in table.rows]
@@ -204,8 +186,8 @@ def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
     state = State.open(tmp_path, {"card": "none", "dry": True, "quick": True, "torch": "2"})
     state.begin_run({})
     for name in ("blocks", "longest"):
-        process = InProcess(done_by(NoDevice()), Clock())
-        Runner(settings, state, process.launch, clock=Clock()).run([PARTS[name]], 600)
+        calls = Calls(done_by(NoDevice()), Clock())
+        Runner(settings, state, calls, clock=Clock()).run([PARTS[name]], 600)
     found = {row["row"]: row for row in state.rows.values()}
     prediction = found.pop("mstpass plan")
     assert {row["status"] for row in found.values()} == {DRY}, found
@@ -259,14 +241,14 @@ def test_nothing_fits_and_everything_fits():
     assert best(probes).length == 2**15 and len(probes) < 8
 
 
-def test_lengths_are_tried_in_new_processes_after_each_that_is_too_long(tmp_path, monkeypatch):
-    """A model that fits up to 10,000 tokens; one length ends its process."""
+def test_each_length_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """A model that fits up to 10,000 tokens."""
     monkeypatch.setattr(longest, "_Steps", FakeSteps)
     monkeypatch.setattr(longest, "_predict", lambda job: predicted(job))
     state = State.open(tmp_path, {})
     state.begin_run({})
-    process = InProcess(done_by(CpuDevice()), Clock())
-    runner = Runner(Settings(tmp_path), state, process.launch, clock=Clock())
+    calls = Calls(done_by(CpuDevice()), Clock())
+    runner = Runner(Settings(tmp_path), state, calls, clock=Clock())
     runner.run([PARTS["longest"]], 6000)
     (case,) = longest.cases(Settings(tmp_path))
     assert case.name == "24 GiB"
@@ -277,12 +259,12 @@ def test_lengths_are_tried_in_new_processes_after_each_that_is_too_long(tmp_path
         assert 9500 <= found[way]["length"] <= 10_000
         too_long = [p for p in state.probes(case, way) if not p["fits"]]
         assert too_long and {p["why"] for p in too_long} == {"out of memory"}
-    restarts = sum(not p["fits"] for way in longest.WAYS for p in state.probes(case, way))
-    assert len(process.jobs) > restarts
+    tried = sum(len(state.probes(case, way)) for way in longest.WAYS)
+    assert len(calls.given) == tried + 1
 
 
 class FakeSteps:
-    def __init__(self, job, row):
+    def __init__(self, job):
         self._limit = job.device.limit_bytes
 
     def run(self, length):
@@ -292,8 +274,7 @@ class FakeSteps:
 
 
 def predicted(job):
-    job.finish(longest.PREDICTION, MEASURED, lengths={"mst": 9000})
-    return {"mst": 9000}
+    return outcome(MEASURED, lengths={"mst": 9000})
 
 
 # ---- loops, tests ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstpass.graph.buffer_ops import add_product_, counter, write_product_
+from mstpass.graph.buffer_ops import add_product_, counter
 from tests.conftest import CUDA
 
 
@@ -29,7 +29,7 @@ def test_the_first_chunk_overwrites_and_others_add(
 def test_a_product_is_written_into_rows_of_a_buffer() -> None:
     buffer = torch.full((6, 5), torch.nan)
     left, right = torch.randn(2, 3), torch.randn(3, 5)
-    write_product_(buffer[2:4], left, right)
+    add_product_(buffer[2:4], left, right, 0)
     torch.testing.assert_close(buffer[2:4], left @ right)
     assert buffer[:2].isnan().all() and buffer[4:].isnan().all()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstpass.partition.reconstruct.choose_drops import Decision, choose_drops
-from mstpass.partition.reconstruct.rule import TOLERANT, Inverse
+from mstpass.partition.reconstruct.rules import TOLERANT, Inverse
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.saved_set import InvalidPlan, read_by_backward, verify

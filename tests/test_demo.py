@@ -7,21 +7,30 @@ import pytest
 import torch
 
 from mstpass import stdlib_text as text
+from mstpass.bench.huggingface import Scale
 from mstpass.demo import main, run
-from mstpass.demo.run import Result, Setup
-from mstpass.measure import Timing
+from mstpass.demo.run import BACKENDS, Row
 
 pytestmark = pytest.mark.op_by_op
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def results(*names, difference=0.0):
+def rows(difference=0.0):
     losses = (3.0, 2.5, 2.25)
-    return [
-        Result(name, tuple(x + i * difference for x in losses), 9.0, Timing((1.0, 2.0)), 2**20)
-        for i, name in enumerate(names)
-    ]
+    return {
+        name: Row(
+            name,
+            None,
+            None,
+            None,
+            9.0,
+            2**20,
+            seconds=[1.0, 2.0],
+            losses=[x + i * difference for x in losses],
+        )
+        for i, name in enumerate(BACKENDS)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +76,19 @@ def test_too_little_text_is_named():
 
 def test_picture(tmp_path):
     path = tmp_path / "new" / "demo.png"
-    run.draw(results("eager", "Inductor", "mst"), "three steps", path)
+    run.draw(rows(), "three steps", path)
     assert path.read_bytes().startswith(PNG)
 
 
-def test_losses_that_part_fail_the_demo():
-    names = ("eager", "Inductor", "mst")
-    console = run.Console(quiet=True)
-    assert run._agree(results(*names), console)
-    assert not run._agree(results(*names, difference=0.1), console)
-    assert not run._agree(results(*names, difference=float("nan")), console)
+@pytest.mark.parametrize("difference", [0.0, 0.1, float("nan")])
+def test_losses_that_part_fail_the_demo(difference):
+    result = run.result_of("three steps", rows(difference))
+    assert all(target.met for target in result.targets) == (difference == 0.0)
+    assert result.tables[0].columns[-1] == "max diff to eager"
 
 
 def test_from_text_to_picture(tmp_path, monkeypatch, capsys):
-    small = Setup(2048, layers=1, width=32, mlp_width=64, heads=2, batch=2, length=128)
+    small = Scale(2048, layers=1, width=32, mlp_width=64, heads=2, batch=2, length=128)
     monkeypatch.setattr(run, "_QUICK", small)
     monkeypatch.setattr(run, "_QUICK_TEXT_CHARS", 100_000)
     assert main(["--quick", "--steps", "3", "--out", str(tmp_path)]) == 0
@@ -89,5 +97,6 @@ def test_from_text_to_picture(tmp_path, monkeypatch, capsys):
         assert word in shown
     assert Path(tmp_path / "demo.png").read_bytes().startswith(PNG)
     record = json.loads((tmp_path / "demo.json").read_text())
-    assert [r["name"] for r in record["results"]] == ["eager", "Inductor", "mst"]
-    assert all(len(r["losses"]) == 3 for r in record["results"])
+    ((result,), setup) = record["results"], record["setup"]
+    assert [row["name"] for row in result["rows"]] == ["eager", "Inductor", "mst"]
+    assert all(len(row["losses"]) == 3 for row in result["rows"]) and setup["width"] == 32

@@ -175,6 +175,7 @@ def _without_advice() -> set[str]:
 
 # Reasons that stand for another one or that no user sees.
 _INTERNAL = {
+    "",  # a value that does not hold the axis
     "X: X",
     "X is a X, not an op",
     "no operand of the sum is cut",
@@ -193,6 +194,7 @@ _INTERNAL = {
     "the step returns a wide value, so it exists in full",
     "its values are compared with a maximum of theirs, computed in other chunks",
     "X chunks are too many for sums in 16 bits",
+    "X features are too few for several sections",
 }
 
 

@@ -16,7 +16,8 @@ from mstpass.errors import told
 from mstpass.explainer import plan_step
 from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
-from mstpass.loops import attention_modes, candidate_modes
+from mstpass.loops import candidate_modes
+from mstpass.loops.body import build
 from mstpass.normalize.inputs_before_writes import overwritten_inputs
 from mstpass.options import Options
 from mstpass.partition import reconstruct
@@ -136,6 +137,19 @@ def test_one_loop_that_cannot_be_written_costs_itself(
     assert _kinds(outcome) == BOTH[:1]
 
 
+def test_sizes_that_torch_cannot_compare_refuse_a_region(
+    step: tuple[fx.GraphModule, int], monkeypatch: Patch
+) -> None:
+    def guards(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Could not guard on data-dependent expression Eq(s0*(s1 - 1), 4*s2)")
+
+    monkeypatch.setattr(build, "chunk_call", guards)
+    outcome = pipeline.run(step[0], LEAST, num_fwd_outputs=step[1], stop_after="plan").outcome
+    assert not outcome.regions
+    assert all("Eq(s0*(s1 - 1), 4*s2)" in refusal.reason for refusal in outcome.rejections)
+    assert {refusal.stage for refusal in outcome.rejections} == {"apply"}
+
+
 # ---- finished graphs -----------------------------------------------------------------------------
 def test_a_finished_graph_is_as_it_was(step: tuple[fx.GraphModule, int]) -> None:
     joint = JointGraph(*step).copy()
@@ -184,7 +198,7 @@ PARTS = (
         "planning of a region's loops",
         BOTH[1:],
     ),
-    (attention_modes, "attention_candidates", lambda *_: True, "detection of attention", BOTH),
+    (candidate_modes, "attention_candidates", lambda *_: True, "detection of attention", BOTH),
     (pipeline_stages, "reasons_left_whole", lambda *_: True, "why regions stay whole", BOTH),
 )
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mstpass
 from mstpass import detect_stage
 from mstpass.graph.joint import JointGraph
-from mstpass.loops.attention_modes import all_candidates
+from mstpass.loops.candidate_modes import all_candidates
 from mstpass.normalize import normalized
 from mstpass.normalize.left_out import LeftOut
 from tests.checks import check_against_float64, joint_graph, kinds

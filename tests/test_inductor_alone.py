@@ -27,6 +27,7 @@ from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT
 from mstpass.problem.problem import (
+    SAVE,
     CutProblem,
     Loop,
     LoopResult,
@@ -81,8 +82,8 @@ def _slow_loops(loop_us: float) -> CutProblem:
         ]
         members, results = (wide, narrow), (LoopResult(narrow, 1),)
         modes = [
-            Mode(mode, (Loop(loop_name(narrow), members, (before,), results, size, us),))
-            for mode, size, us in (("save", 10, loop_us), ("save, long chunks", 20, 101.0))
+            Mode(SAVE, (Loop(loop_name(narrow), members, (before,), results, *costs),), chunks=text)
+            for text, *costs in (("", 10, loop_us), ("long chunks", 20, 101.0))
         ]
         regions.append(RegionModes(f"r{i}", (*modes, Mode("whole"))))
     return CutProblem(tuple(values), outputs=("x2",), regions=tuple(regions), torch_saved=())

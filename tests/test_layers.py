@@ -46,7 +46,8 @@ LAYERS = (
     ("trainers",),
     ("explainer", "planner", "linter"),
     ("measure", "stdlib_text", "fitting"),
-    ("bench", "demo", "fuzz"),
+    ("bench", "fuzz"),
+    ("demo",),
     ("cli",),
     ("__main__",),
 )

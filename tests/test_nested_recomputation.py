@@ -17,13 +17,13 @@ from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans, checkpoint_plans
 from mstpass.partition.solvers.checkpoints import ForwardPlaces, checkpoints
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem import solver_registry
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan, is_loop
+from mstpass.problem.problem import SAVE, CutProblem, Plan, is_loop
 from mstpass.problem.saved_set import read_by_backward, recomputed
 from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block
@@ -32,16 +32,22 @@ from tests.problems import residual_stream
 pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 
+def _plans(problem: CutProblem) -> CheckpointPlans:
+    found = checkpoint_plans(problem)
+    assert found is not None
+    return found
+
+
 def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
     problem = residual_stream(blocks=64, inner=8)
-    flat, nested = checkpoints(problem), CheckpointPlans(problem).least
+    flat, nested = checkpoints(problem), _plans(problem).least
     assert nested is not None
     assert nested.peak_bytes < 0.6 * flat.simulation.peak_bytes
     assert len(nested.plan.saved) < 16 < len(nested.plan.nested)
 
 
 def test_more_levels_lower_the_peak_of_many_blocks() -> None:
-    plans = CheckpointPlans(residual_stream(blocks=64, inner=4))
+    plans = _plans(residual_stream(blocks=64, inner=4))
     two = plans.lowest(levels=1)
     three = plans.lowest(levels=2)
     assert two is not None and three is not None
@@ -180,7 +186,7 @@ def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
 
 def _three_levels(problem: CutProblem, _: int | None) -> Plan:
     """A solver: the lowest peak with three levels of nested checkpoints."""
-    found = CheckpointPlans(problem).lowest(levels=3)
+    found = _plans(problem).lowest(levels=3)
     assert found is not None
     return found.plan
 
@@ -207,7 +213,7 @@ def _attention_kept(problem: CutProblem, _: int | None) -> Plan:
         region.region: mode.name
         for region in problem.regions
         for mode in region.modes
-        if mode.name.startswith("save")
+        if mode.kind == SAVE
     }
     closed = with_modes(problem, modes).allowing(recompute_heavy=True)
     line = ForwardPlaces(closed)

@@ -186,7 +186,7 @@ def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
     few_ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In large graphs the search compares fewer plans, and still finds the one that is named."""
-    search = importlib.import_module("mstpass.partition.solvers.landmark_sequence")
+    search = importlib.import_module("mstpass.partition.solvers.peak_search")
     monkeypatch.setattr(search, "_FEW_OPS", few_ops)
     model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
 

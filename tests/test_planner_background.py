@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -12,17 +11,12 @@ import pytest
 from mstpass.cli.plan import _progress
 from mstpass.errors import UserError
 from mstpass.planner.background import Background, usable_cores
-from mstpass.planner.request import Request, Steps, pieces, silent
-from mstpass.planner.training import Training
 from tests import planner_models
 
 
-def test_a_result_and_reports_come_back():
-    reports = []
-    collect = lambda *given: reports.append(given)
-    with Background(planner_models.squared, (7,), collect, "squares") as background:
+def test_a_result_comes_back():
+    with Background(planner_models.squared, (7,), "squares") as background:
         assert background.result() == 49
-    assert reports == [("squaring", 0.5, "half way")]
 
 
 @pytest.mark.parametrize(
@@ -34,17 +28,14 @@ def test_a_result_and_reports_come_back():
     ],
 )
 def test_errors_come_back(function, error, message):
-    background = Background(function, (3,), silent, "squares")
+    background = Background(function, (3,), "squares")
     with background, pytest.raises(error, match=message):
         background.result()
 
 
 def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
-    started = threading.Event()
     start = time.monotonic()
-    report = lambda *_: started.set()
-    with Background(planner_models.sleep_long, (600,), report, "sleeps") as background:
-        assert started.wait(60)
+    with Background(planner_models.sleep_long, (600,), "sleeps") as background:
         os.kill(background._process.pid, signal.SIGINT)
         background._process.join(0.3)
         assert background._process.is_alive()
@@ -57,40 +48,18 @@ def test_there_is_a_core():
 
 
 # ---- progress ----------------------------------------------------------------------------------
-def test_pieces_are_all_of_the_work():
-    for request in (_request(), _request(alone=True), _request(length=512)):
-        assert sum(pieces(request).values()) == pytest.approx(1)
-    assert "eager" not in pieces(_request(alone=True))
-    assert "search" not in pieces(_request(length=512))
-
-
-def test_steps_never_go_back_or_beyond_the_end():
-    reports = []
-    steps = Steps(lambda *given: reports.append(given), "search", expected=2)
-    for number in range(5):
-        steps.begin(str(number))
-    steps.end()
-    shares = [done for _, done, _ in reports]
-    assert shares == sorted(shares) and shares[0] == 0 and shares[-2] < shares[-1] == 1
-
-
-def test_the_bar_moves(monkeypatch):
+def test_the_line_says_what_is_planned(monkeypatch):
     progress = pytest.importorskip("rich.progress")
-    bar = progress.Progress(disable=True)
-    monkeypatch.setattr("mstpass.cli.plan.progress_bar", lambda *_, **__: bar)
-    with _progress({"eager": 0.25, "mst": 0.75}) as report:
-        report("mst", 0.5, "tracing")
-        report("eager", 1.0, "")
-        assert bar.tasks[0].percentage == pytest.approx(62.5)
+    line = progress.Progress(disable=True)
+    monkeypatch.setattr("mstpass.cli.plan.progress_bar", lambda *_, **__: line)
+    with _progress() as report:
+        report("mst: tracing")
+        assert line.tasks[0].description == "mst: tracing"
 
 
-def test_no_bar_without_a_terminal(capsys):
+def test_no_line_without_a_terminal(capsys):
     pytest.importorskip("rich")
-    with _progress({"mst": 1.0}) as report:
-        report("mst", 0.5, "tracing")
+    with _progress() as report:
+        report("mst: tracing")
     shown = capsys.readouterr()
     assert not shown.err and not shown.out
-
-
-def _request(**rest):
-    return Request("tiny", Training(), 2**30, 0, **rest)

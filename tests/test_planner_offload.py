@@ -18,7 +18,7 @@ from mstpass.planner.eager_rows import checkpointed
 from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
-from mstpass.planner.request import CHECKPOINT, Request, Row, Steps, TrainingPlan, silent
+from mstpass.planner.request import CHECKPOINT, Request, Row, TrainingPlan, silent
 from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.training import Training
@@ -88,7 +88,7 @@ def test_the_host_limits_eager_rows(deep: str) -> None:
     def longest(host_bytes: int) -> Row:
         room = Room(Request(deep, Training(), 60 * MIB, 0, host_bytes=host_bytes), plan_sizes(deep))
         recipe = eager_rows.ways(room.request)[CHECKPOINT]
-        search = eager_rows._Search(room, config_of(deep), recipe, Steps(silent, CHECKPOINT, 6))
+        search = eager_rows._Search(room, config_of(deep), recipe, silent)
         return search.row(CHECKPOINT)
 
     roomy = longest(1024 * MIB)

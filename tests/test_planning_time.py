@@ -8,7 +8,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.loops.copies import Names, Originals
+from mstpass.loops.plan_region import Names, Originals
 from mstpass.options import Options
 from mstpass.plans import Region
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mstpass
 from mstpass import pipeline
 from mstpass.partition.reconstruct import is_compared
-from mstpass.partition.reconstruct.rule import EXACT, TOLERANT
+from mstpass.partition.reconstruct.rules import EXACT, TOLERANT
 from mstpass.problem import solver_registry
 from mstpass.report.report import Report
 from tests.checks import check_against_float64, joint_graph

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mstpass.graph.op_table import TABLE
-from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
 from mstpass.partition.reconstruct.rewrite_joint import decode, encode, encoding_of, low_dtype
-from mstpass.partition.reconstruct.rule import Writer
-from mstpass.partition.reconstruct.rules.functions import excludes_zero, value_range
-from mstpass.partition.reconstruct.table import RULE_BY_NAME
+from mstpass.partition.reconstruct.rules import (
+    EXACT,
+    RULE_OF,
+    RULES,
+    TOLERANT,
+    Inverse,
+    Writer,
+    inverses_of,
+)
 
 Fn = Callable[..., torch.Tensor]
 INF, NAN = float("inf"), float("nan")
@@ -31,7 +33,7 @@ def traced(fn: Fn, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     return make_fx(fn, tracing_mode="fake")(*inputs)
 
 
-def said(fn: Fn, *inputs: torch.Tensor) -> list[Inverse | Refused]:
+def said(fn: Fn, *inputs: torch.Tensor) -> list[Inverse]:
     return [found for node in traced(fn, inputs).graph.nodes for found in inverses_of(node)]
 
 
@@ -43,12 +45,12 @@ def undone(
     graph = module.graph
     by_name = {node.name: node for node in graph.nodes}
     found = [f for n in graph.nodes for f in inverses_of(n) if f.rule == rule]
-    inverse = [f for f in found if isinstance(f, Inverse)][target]
+    inverse = found[target]
     wanted = by_name[inverse.target]
     output = graph.output_node()
     with graph.inserting_before(output):
         writer = Writer(graph, graph.nodes)
-        back = RULE_BY_NAME[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
+        back = RULES[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
     assert set(back.all_input_nodes) <= set(graph.nodes)
     output.args = ((wanted, back),)
     module.recompile()
@@ -66,12 +68,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
-INTS = torch.tensor([0, 1, -1, 2**62, -(2**63), 7], dtype=torch.int64)
 LOW = EDGES.to(torch.bfloat16)
 EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
-    "integers add": (lambda a, b: a + b, "sum", (INTS, INTS.flip(0))),
-    "integers sub": (lambda a, b: a - b, "sum", (INTS, INTS.flip(0))),
-    "neg": (lambda a: -a, "neg", (EDGES,)),
     "view": (lambda a: a.view(3, 4), "view", (EDGES,)),
     "unsafe view": (lambda a: aten._unsafe_view.default(a, [3, 4]), "view", (EDGES,)),
     "squeeze, dims": (lambda a: aten.squeeze.dims(a, [0, 2]), "view", (EDGES.view(1, 12, 1),)),
@@ -82,9 +80,6 @@ EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
     "transpose": (lambda a: a.transpose(0, -1), "permute", (EDGES.view(2, 3, 2),)),
     "t": (lambda a: a.t(), "permute", (EDGES.view(3, 4),)),
     "clone": (lambda a: a.clone(), "copy", (EDGES,)),
-    "expand": (lambda a: a.expand(5, 12, 4), "expand", (EDGES.view(12, 1),)),
-    "relu mask": (lambda a: torch.relu(a) + (a > 0), "relu mask", (EDGES,)),
-    "relu mask, le": (lambda a: torch.relu(a) + (a <= 0), "relu mask", (EDGES,)),
 }
 
 
@@ -103,17 +98,6 @@ def test_lossless_casts(low: torch.dtype) -> None:
 
     inverse, right, back = undone(widen, "cast", EDGES.to(low))
     assert inverse.grade == EXACT and same_bits(right, back)
-
-
-def test_repeat_kv_is_undone_by_slicing() -> None:
-    """unsqueeze, expand, contiguous copy, view: each step has its exact inverse."""
-
-    def repeat_kv(k: torch.Tensor) -> torch.Tensor:
-        return k[:, :, None].expand(2, 3, 4, 5, 6).clone().view(2, 12, 5, 6)
-
-    found = [f for f in said(repeat_kv, torch.randn(2, 3, 5, 6)) if isinstance(f, Inverse)]
-    assert {f.rule for f in found} >= {"view", "expand", "copy"}
-    assert all(f.grade == EXACT for f in found)
 
 
 # ---- tolerant -----------------------------------------------------------------------------------
@@ -147,13 +131,6 @@ def test_beyond_the_bound_it_does_not() -> None:
 
 
 X = torch.randn(8, 64)
-ANGLES = torch.randn(8, 16)
-
-
-def rotary(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    doubled = torch.cat([angle, angle], -1)
-    first, second = x[..., :16], x[..., 16:]
-    return x * doubled.cos() + torch.cat([-second, first], -1) * doubled.sin()
 
 
 TOLERANT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], float]] = {
@@ -167,13 +144,6 @@ TOLERANT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], float]] = {
         1e-6,
     ),
     "quotient": (lambda a, f: a / f, "quotient", (X, X.flip(0) + 9), 1e-6),
-    "reciprocal": (torch.reciprocal, "reciprocal", (X + 5,), 1e-6),
-    "exp": (lambda a: torch.exp(a.clamp(-80, 80)), "function", (10 * X,), 1e-6),
-    "log": (lambda a: torch.log(a.square().abs()), "function", (X,), 1e-5),
-    "sigmoid": (lambda a: torch.sigmoid(a.clamp(-8, 8)), "function", (3 * X,), 1e-4),
-    "tanh": (lambda a: torch.tanh(a.clamp(-4, 4)), "function", (X,), 1e-4),
-    "softplus": (lambda a: F.softplus(a.clamp(-8, 20)), "function", (3 * X,), 1e-5),
-    "rotary": (rotary, "rotary", (X[:, :32], ANGLES), 1e-6),
 }
 
 
@@ -185,7 +155,7 @@ def test_tolerant_rules(name: str) -> None:
     assert float((right - back).norm() / right.norm()) <= tolerance
 
 
-def test_every_op_is_inverted_by_each_rule_that_its_row_names() -> None:
+def test_every_op_of_a_rule_is_inverted_by_it() -> None:
     cases = [(fn, inputs) for fn, _, inputs in EXACT_CASES.values()]
     cases += [(fn, inputs) for fn, _, inputs, _ in TOLERANT_CASES.values()]
     inverted = {
@@ -193,10 +163,9 @@ def test_every_op_is_inverted_by_each_rule_that_its_row_names() -> None:
         for fn, inputs in cases
         for node in traced(fn, inputs).graph.nodes
         for found in inverses_of(node)
-        if isinstance(found, Inverse)
     }
-    named = {(op, rule) for op, row in TABLE.items() for rule in row.inverses}
-    assert inverted | {(aten.reshape.default, "view")} == named  # which is traced as another view
+    inverted.add((aten.reshape.default, "view"))  # which is traced as another view
+    assert inverted == set(RULE_OF.items()) and {rule for _, rule in inverted} == RULES.keys()
 
 
 def test_a_rounding_cast_is_tolerant() -> None:
@@ -224,57 +193,37 @@ def test_the_weight_of_a_norm(gain: float) -> None:
     assert not torch.isfinite(back[:, 5]).any()
 
 
-# ---- refused ----------------------------------------------------------------------------------
+# ---- not inverted -----------------------------------------------------------------------------
 BF16 = X.to(torch.bfloat16)
-REFUSED_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], str]] = {
-    "bf16 stream": (lambda a, b: a + b, "sum", (BF16, BF16.flip(0)), "keeps too few digits"),
-    "broadcast term": (lambda a, b: b + a[:1], "sum", (X, X.flip(0)), "broadcast"),
-    "doubled": (lambda a: a + a, "sum", (X,), "the same value"),
-    "alpha": (lambda a, b: torch.add(a, b, alpha=2), "sum", (X, X.flip(0)), "alpha"),
-    "bool": (lambda a, b: a + b, "sum", (X, X > 0), "nor of floats"),
-    "factor": (lambda a, f: a * f, "product", (X, X.flip(0)), "may be zero"),
-    "relu as factor": (lambda a, f: a * f.relu(), "product", (X, X.flip(0)), "may be zero"),
-    "zero": (lambda a: a * 0.0, "product", (X,), "may be zero"),
-    "square": (lambda a: a * a, "product", (X,), "sign"),
-    "broadcast factor": (lambda a, f: a[:1] * f.exp(), "product", (X, X.flip(0)), "broadcast"),
-    "dropout": (lambda a, m: a * m, "product", (X, X > 0), "not a product of floats"),
-    "divisor": (lambda a, f: a / f, "quotient", (X, X.flip(0)), "may be zero"),
-    "exp": (torch.exp, "function", (X,), "may leave"),
-    "tanh": (lambda a: torch.tanh(a.clamp(-9, 9)), "function", (X,), "may leave"),
-    "sigmoid in bf16": (lambda a: torch.sigmoid(a.clamp(-8, 8)), "function", (BF16,), "float32"),
-    "softplus, beta": (lambda a: F.softplus(a.relu(), 2.0), "function", (X,), "parameters"),
-    "relu": (torch.relu, "relu mask", (X,), "below zero"),
+LOST_CASES: dict[str, tuple[Fn, tuple[torch.Tensor, ...]]] = {
+    "few digits of a bf16 stream": (lambda a, b: a + b, (BF16, BF16.flip(0))),
+    "doubled": (lambda a: a + a, (X,)),
+    "alpha": (lambda a, b: torch.add(a, b, alpha=2), (X, X.flip(0))),
+    "integers": (lambda a, b: a + b, (X.long(), X.flip(0).long())),
+    "factor that may be zero": (lambda a, f: a * f, (X, X.flip(0))),
+    "zero": (lambda a: a * 0.0, (X,)),
+    "infinity": (lambda a: a * INF, (X,)),
+    "square": (lambda a: a * a, (X,)),
+    "dropout": (lambda a, m: a * m, (X, X > 0)),
+    "cast that may overflow": (lambda a: cast(a, torch.float16), (X,)),
+    "cast to integers": (lambda a: cast(a, torch.int32), (X,)),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_CASES)
-def test_refused_with_a_reason(name: str) -> None:
-    fn, rule, inputs, reason = REFUSED_CASES[name]
-    found = [f for f in said(fn, *inputs) if f.rule == rule]
-    assert any(isinstance(f, Refused) and reason in f.reason for f in found), found
+@pytest.mark.parametrize("name", LOST_CASES)
+def test_what_is_lost_is_not_inverted(name: str) -> None:
+    fn, inputs = LOST_CASES[name]
+    assert said(fn, *inputs) == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reason"), [(torch.float16, "overflow"), (torch.int32, "neither lossless")]
-)
-def test_casts_that_lose(dtype: torch.dtype, reason: str) -> None:
-    cast = torch.ops.prims.convert_element_type.default
-    (found,) = said(lambda a: cast(a, dtype), X)
-    assert isinstance(found, Refused) and reason in found.reason
+def test_the_dividend_of_a_quotient_follows_and_not_the_divisor() -> None:
+    (found,) = said(lambda a, f: a / f, X, X.flip(0))
+    assert found.target == "a_1"
 
 
-def test_a_rotation_by_other_angles_is_refused() -> None:
-    def halves_differ(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-        turned = torch.cat([-x[..., 16:], x[..., :16]], -1)
-        return x * angle.cos() + turned * angle.sin()
-
-    def no_angle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return x * cos + torch.cat([-x[..., 16:], x[..., :16]], -1) * sin
-
-    x, angle = X[:, :32], torch.randn(8, 32)
-    for found in (said(halves_differ, x, angle), said(no_angle, x, angle, angle.flip(0))):
-        rotations = [f for f in found if f.rule == "rotary"]
-        assert rotations and all(isinstance(f, Refused) for f in rotations)
+def test_a_broadcast_term_is_in_several_sums() -> None:
+    (found,) = (f for f in said(lambda a, b: b + a[:1], X, X.flip(0)) if f.rule == "sum")
+    assert found.target == "b_1"
 
 
 # ---- encodings, bounds, the table ---------------------------------------------------------------
@@ -316,21 +265,9 @@ def test_what_has_no_encoding() -> None:
     assert low_dtype(last(lambda a: cast(a, torch.float32) + 1, LOW)) is None
 
 
-def test_value_ranges_hold() -> None:
-    def last(fn: Fn) -> Any:
-        return value_range(traced(fn, (X,)).graph.output_node().all_input_nodes[0])
-
-    assert last(lambda a: 1 + torch.tanh(a)) == (0.0, 2.0)
-    assert last(lambda a: (a.clamp(-2, 3) * -2).neg()) == (-4.0, 6.0)
-    assert excludes_zero(last(lambda a: 1 + torch.exp(-a)))
-    assert not excludes_zero(last(lambda a: torch.exp(a)))
-    assert not excludes_zero(last(lambda a: torch.rsqrt(a.square()) - 1))
-    assert not excludes_zero(last(lambda a: torch.add(1 + torch.exp(a), torch.exp(a), alpha=-2)))
-
-
 def test_every_rule_is_in_the_docs() -> None:
     import pathlib
 
     text = (pathlib.Path(__file__).parent.parent / "docs" / "reconstruction.md").read_text()
     for rule in RULES:
-        assert f"| {rule.name} |" in text, rule.name
+        assert f"| {rule} |" in text, rule

@@ -8,7 +8,7 @@ import torch
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.loops import attention_modes
+from mstpass.loops import candidate_modes
 from mstpass.measure import peak_bytes
 from mstpass.memory.repeated_values import repeated_values
 from mstpass.memory.simulate_graph import step_ops
@@ -33,7 +33,7 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
 
 
 def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_modes, "attention_candidates", lambda *_: ([], []))
+    monkeypatch.setattr(candidate_modes, "attention_candidates", lambda *_: ([], []))
     result, peak = _step(SIZE, memory_budget=0.0)
     monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     once, higher = _step(SIZE, memory_budget=0.0)

@@ -20,7 +20,7 @@ from mstpass.measure import peak_bytes
 from mstpass.normalize import normalized
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import MIXED
+from mstpass.problem.problem import MIXED
 from mstpass.regions.detect import find_regions
 from tests.checks import (
     check_against_float64,
@@ -211,6 +211,6 @@ def test_a_backward_that_is_traced_again_keeps_the_fused_loop() -> None:
         for loops in (True, False)
     )
     assert both.problem is not None
-    names = [mode.name for region in both.problem.regions for mode in region.modes]
-    assert MIXED in names
+    kinds = [mode.kind for region in both.problem.regions for mode in region.modes]
+    assert MIXED in kinds
     assert [plan.mode for plan in one.outcome.regions] == ["fused"]

@@ -16,7 +16,7 @@ from mstpass.loops.sections import sections_of
 from mstpass.normalize import normalized
 from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import FUSED, MIXED
+from mstpass.problem.problem import FUSED, MIXED
 from mstpass.regions.detect import find_regions
 from tests.checks import (
     check_against_float64,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.plans import MIXED
+from mstpass.problem.problem import MIXED
 from tests import expert_models
 from tests.checks import check_against_float64, kinds
 from tests.expert_models import Experts, Form

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from unittest import mock
 
@@ -10,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mstpass.memory.simulate_plan import StepSimulation, simulate_plan, step_memory
-from mstpass.partition.solvers import SOLVERS, landmark_sequence
-from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes, lower_bounds
+from mstpass.memory.simulate_plan import simulate_plan, step_memory
+from mstpass.partition.solvers import SOLVERS, sequence
+from mstpass.partition.solvers.choose_modes import forms
+from mstpass.partition.solvers.memory_lower_bounds import lower_bounds
 from mstpass.partition.solvers.milp import prove
-from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.op import CALL, INPUT, VIEW
+from mstpass.problem.op import CALL, INPUT
 from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
 from mstpass.problem.saved_set import recomputed, verify
 from tests.checks import examples
@@ -88,38 +86,12 @@ def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
                 assert bound.bytes_of(saved, again) <= simulated, (name, bound)
 
 
-@given(problem=steps())
-@settings(EXAMPLES, max_examples=examples(100))
-def test_no_plan_needs_less_than_a_call_outside_of_loops(problem: CutProblem) -> None:
-    """Nor does one with cheap values computed twice. The search leaves families out by this."""
-    bound = highest_call_bytes(problem)
-    event(f"bound: {bound > 0}")
-    for plan, peak_bytes, _ in every_plan(problem):
-        assert bound <= peak_bytes
-        assert bound <= simulate_plan(problem, plan).lowered_peak_bytes
-
-
-def test_a_call_needs_its_operands_results_and_workspace() -> None:
-    values = (
-        Value("x", 7, kind=INPUT, free=True),
-        Value("a", 10, ("x",), CALL),
-        Value("view", 0, ("a",), VIEW, savable=False),
-        Value("b", 20, ("view", "x"), CALL, inner_bytes=5),
-        Value("unused", 100, ("a",), CALL),
-    )
-    loop = Loop("loop:b", ("b",), ("view", "x"), (LoopResult("b", 20),), 1, 1.0)
-    problem = CutProblem(values, outputs=("b",))
-    assert highest_call_bytes(problem) == 35
-    regions = (RegionModes("b", (Mode("whole"), Mode("save", (loop,)))),)
-    assert highest_call_bytes(dataclasses.replace(problem, regions=regions)) == 10
-
-
 def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
     """Else loops over heads to choose from made plans slower than without them."""
 
-    def mode(name: str, node: str, wide: bool = False) -> Mode:
+    def mode(kind: str, node: str, wide: bool = False, chunks: str = "") -> Mode:
         loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
-        return Mode(name, (loop,), wide=wide)
+        return Mode(kind, (loop,), wide, chunks)
 
     values = (
         Value("x", 8, kind=INPUT, free=True),
@@ -127,17 +99,14 @@ def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
         Value("head", 8, ("x",), CALL),
     )
     head = RegionModes("head", (mode("fused", "head"), mode("mixed", "head")))
-    modes = mode("save, 2 groups", "attention", True), mode("recompute", "attention", True)
+    modes = mode("save", "attention", True, "short chunks"), mode("recompute", "attention", True)
     attention = RegionModes("attention", (Mode("whole"), *modes))
     problem = CutProblem(values, outputs=("attention", "head"), regions=(head, attention))
-    every, save = ("whole", "save, 2 groups", "recompute"), ("whole", "save, 2 groups")
-    found = [
-        tuple(tuple(mode.name for mode in region.modes) for region in family.problem.regions)
-        for family in families(problem)
-    ]
-    assert (("fused",), ("whole",)) in found
-    assert found[-2:] == [(("fused",), every), (("fused", "mixed"), every)]
-    assert (("fused", "mixed"), save) in found and len(set(found)) == len(found)
+    found = [(form["head"], form["attention"]) for form in forms(problem)]
+    assert len(set(found)) == len(found)
+    assert ("fused", "whole") in found
+    assert {attention for _, attention in found} == {"whole", "save, short chunks, block"}
+    assert {head for head, _ in found[-2:]} <= {"fused", "mixed"}
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -168,7 +137,7 @@ def test_less_budget_never_means_a_higher_peak_within_a_large_step() -> None:
     """Loops that need much themselves: two regions in loops have a lower peak than three."""
     problem = repeated_regions(3, inner_bytes=25)
     highest, _ = evaluated(problem, peak_search(problem, None))
-    with mock.patch.object(landmark_sequence, "_BETWEEN", 1):
+    with mock.patch.object(sequence, "_BETWEEN", 1):
         peaks = [evaluated(problem, peak_search(problem, b))[0] for b in range(highest, 0, -1)]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -217,20 +186,6 @@ def test_milp_without_a_budget_saves_least_within_the_free_overhead() -> None:
     backward = (Value("t", 1, kind="input"), Value("g", 1, ("t", "a", "b", "c"), us=100.0))
     problem = CutProblem(values, False, backward, ("c",), ("g",))
     assert SOLVERS["milp"](problem, None).saved == {"a", "c"}
-
-
-@given(problem=steps())
-@EXAMPLES
-def test_no_saved_set_has_a_lower_peak_than_its_floor(problem: CutProblem) -> None:
-    """Nor with cheap values computed twice. Searches leave saved sets out by this."""
-    for modes in ({}, {r.region: r.modes[-1].name for r in problem.regions}):
-        closed = with_modes(problem, modes).allowing(recompute_heavy=True)
-        floor = PeakFloor(closed)
-        for name in ("save_all", "recompute_all", "min_cut", "greedy"):
-            saved = SOLVERS[name](closed, 0).saved
-            step = StepSimulation(closed, saved)
-            event(f"tight: {floor.bytes_of(saved) == step.peak_bytes}")
-            assert floor.least_bytes <= floor.bytes_of(saved) <= step.lowered_peak_bytes
 
 
 @given(problem=steps(forward=12, backward=12))

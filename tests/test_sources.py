@@ -27,24 +27,19 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "graph/joint.py": dict.fromkeys(["tensors_of"], "nested results"),
     "graph/narrow_offsets.py": dict.fromkeys(["_calls"], "loops in loops"),
     "graph/row_sums.py": dict.fromkeys(
-        ["_RowSums._of_parts", "_RowSums.of"],
+        [
+            "_RowSums._of_call",
+            "_RowSums._of_choice",
+            "_RowSums._of_product",
+            "_RowSums._of_view",
+            "_RowSums.of",
+        ],
         "a sum of sums, which is as deep as one loss is written",
     ),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
     "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
-    ),
-    "normalize/row_sums_of_gradients.py": dict.fromkeys(
-        [
-            "_Terms._chosen",
-            "_Terms._of_call",
-            "_Terms._parts",
-            "_Terms._quotient",
-            "_Terms._viewed",
-            "_Terms.of",
-        ],
-        "a gradient of one loss, of few terms",
     ),
     "normalize/unstack.py": dict.fromkeys(
         [
@@ -70,7 +65,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/reconstruct/rewrite_joint.py": dict.fromkeys(
         ["_low_dtype_of_loop_result", "low_dtype"], "loops in loops"
     ),
-    "partition/reconstruct/rules/functions.py": dict.fromkeys(["value_range"], "to a given depth"),
     "partition/solve.py": dict.fromkeys(["_has_a_plan", "_verified", "solve"], "the next solver"),
     "partition/solvers/checkpoint_table.py": dict.fromkeys(
         ["CheckpointTable._nested", "CheckpointTable._solve_nested"], "levels of nested stops"
@@ -79,6 +73,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/solvers/spend_slack.py": dict.fromkeys(["_Search.accept"], "halves"),
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
+    "problem/problem.py": dict.fromkeys(["renamed"], "nested fields"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mstpass
 from mstpass import pipeline
 from mstpass.limit import Limit
+from mstpass.loops.chunk_length import FEW
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
@@ -23,7 +24,7 @@ from mstpass.partition.solvers.choose_modes import (
     with_narrower_sums,
 )
 from mstpass.plans import ERROR_IN_16_BITS, FLOAT32, INPUT
-from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, RegionModes, Value
+from mstpass.problem.problem import FUSED, CutProblem, Loop, LoopResult, Mode, RegionModes, Value
 from mstpass.torch_internals.versions import frees_cublas_workspaces
 from tests.checks import (
     check_against_float64,
@@ -66,9 +67,9 @@ def planned(make: Make, *, dynamic: bool | None = None, **options: Any) -> pipel
     return pipeline.run(joint, Options(**options), num_fwd_outputs=outputs)
 
 
-def names_of(result: pipeline.Result) -> list[str]:
+def chunks_of(result: pipeline.Result) -> list[str]:
     assert result.problem is not None
-    return [mode.name for region in result.problem.regions for mode in region.modes]
+    return [mode.chunks for region in result.problem.regions for mode in region.modes]
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_they_are_not_offered(
     """In eight chunks or three, where the user forbids it, and for results in float32."""
     result = planned(lambda: make(dtype), **options)
     assert result.outcome.regions
-    assert not any("16-bit" in name for name in names_of(result))
+    assert FEW not in chunks_of(result)
     assert {x.accumulate for r in result.outcome.regions for x in r.loops} == {FLOAT32}
 
 
@@ -130,7 +131,7 @@ def test_a_symbolic_number_of_chunks_has_no_bound() -> None:
 
     result = planned(dynamic, chunk_tokens=TOKENS // 2)
     (region,) = result.outcome.regions
-    assert region.symbolic and not any("16-bit" in name for name in names_of(result))
+    assert region.symbolic and FEW not in chunks_of(result)
 
 
 def test_as_input_asks_there_may_be_any_number_of_chunks() -> None:
@@ -184,9 +185,10 @@ def test_a_large_head_on_an_h100_fits_beside_the_gradient_of_its_weight() -> Non
 
 
 # ---- the choice --------------------------------------------------------------------------------
-def _mode(name: str, sum_bytes: int, chunk_bytes: int, us: float) -> Mode:
+def _mode(chunks: str, sum_bytes: int, chunk_bytes: int, us: float) -> Mode:
     result = LoopResult("grad", sum_bytes, cast=sum_bytes == 200)  # of 100 bytes in 16 bits
-    return Mode(name, (Loop("loop:grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us),))
+    loop = Loop("loop:grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us)
+    return Mode(FUSED, (loop,), chunks=chunks)
 
 
 def _region(*modes: Mode) -> tuple[CutProblem, RegionModes]:
@@ -203,7 +205,7 @@ def _region(*modes: Mode) -> tuple[CutProblem, RegionModes]:
 def test_narrower_sums_come_first_where_they_cost_neither_memory_nor_time(
     chunk_bytes: int, us: float
 ) -> None:
-    usual, few = _mode("fused", 200, 200, 20), _mode("fused, 16-bit sums", 100, chunk_bytes, us)
+    usual, few = _mode("", 200, 200, 20), _mode(FEW, 100, chunk_bytes, us)
     problem, region = _region(usual, few)
     is_better = chunk_bytes == 250 and us <= 20
     assert with_narrower_sums(problem) == ({"mm": few.name} if is_better else {})
@@ -211,8 +213,8 @@ def test_narrower_sums_come_first_where_they_cost_neither_memory_nor_time(
 
 
 def test_where_long_chunks_hold_less_they_are_the_fast_ones() -> None:
-    few = _mode("fused, 16-bit sums", 100, 400, 20)
+    few = _mode(FEW, 100, 400, 20)
     for us, is_near in ((20.1, True), (21.0, False)):
-        long = _mode("fused, long chunks", 200, 200, us)
+        long = _mode("long chunks", 200, 200, us)
         _, region = _region(few, long)
         assert fastest_loops({"mm": 10, "grad": 10}, region) == (long if is_near else few)

@@ -4,7 +4,7 @@ memory budgets, with loops over tokens alone and with loops over heads; with
 
 At this length attention has the peak of the step. The least memory is measured with loops over
 tokens alone (``chunk="tokens"``), and with loops over heads as well; then budgets just above it,
-which cost less time. Plans of a deeper model are compared under further budgets; they are not run.
+which cost less time.
 With ``--grouped``, fewer heads have keys than queries, and loops over tokens through attention
 (blocks) are compared with those over heads.
 
@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import comparison, record, results
+from mstpass.bench import comparison, results
 from mstpass.bench.comparison import INDUCTOR, Contender, inductor, mst
 from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import LlamaSize, Work, llama
 from mstpass.bench.results import Result, Row, Table, Target
-from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.problem.problem import CutProblem
 
 SIZE = LlamaSize(width=512, layers=4, heads=8, mlp_width=2048, vocabulary=32_000, length=16_384)
 QUICK = LlamaSize(width=64, layers=2, heads=4, mlp_width=128, vocabulary=512, length=1024)
@@ -42,8 +39,6 @@ BLOCKS_PEAK_LIMIT, BLOCKS_TIME_LIMIT = 0.75, 1.10  # of loops over heads; over t
 BLOCK_VALUES_LIMIT = 3.9  # of N x d, in one block
 SHORT = 'mst, chunk="blocks", short chunks'
 SHORTER = 'mst, memory_budget=0.1, chunk="blocks", shorter chunks'  # keeps attention's results
-PLANNED_LAYERS = 8
-SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5)  # between least and free, loops over tokens
 
 
 def run(arguments: Arguments) -> Result:
@@ -57,10 +52,6 @@ def run(arguments: Arguments) -> Result:
         f"{results.ROUNDS} The targets compare the steps at memory_budget=0.0 with and without "
         "loops over heads."
     )
-    planned = dataclasses.replace(size, layers=2 if arguments.quick else PLANNED_LAYERS)
-    table, slowest = _planned(planned)
-    result.tables.append(table)
-    result.targets.append(Target("planned time / without loops over heads, at most", slowest, 1.0))
     return result
 
 
@@ -137,50 +128,6 @@ def _add_block(result: Result, size: LlamaSize, arguments: Arguments) -> None:
         Target("one block: time / checkpointed", results.time_ratio(row, base), 1.0),
     ]
     result.records["one block"] = results.records(rows)
-
-
-def _planned(size: LlamaSize) -> tuple[Table, float]:
-    """Plans with and without loops over heads, and their greatest ratio of times."""
-    tokens, heads = problem_of(size, "tokens"), problem_of(size, "auto")
-    free, least, own_least = _step(tokens, None), _step(tokens, 0), _step(heads, 0)
-
-    def cells(step: StepSimulation) -> tuple[str, str]:
-        return results.mib_cell(_peak(step)), results.times_cell(step.us / free.us)
-
-    lines, times = [], []
-    for share in SHARES:
-        limit = _between(least, free, share)
-        before, after = _step(tokens, limit), _step(heads, limit)
-        times.append(after.us / before.us)
-        lines.append((results.mib_cell(limit), *cells(before), *cells(after), f"{times[-1]:.3f}x"))
-    for share in (*reversed(NEAR_LEAST), 0.0):
-        limit = _between(own_least, free, share)
-        after = _step(heads, limit) if share else own_least
-        lines.append((results.mib_cell(limit), "none", "-", *cells(after), "-"))
-    columns = (
-        *("budget MiB", "peak MiB, loops over tokens alone", "time / free plan"),
-        *("peak MiB, over heads too", "time / free plan", "of the time without"),
-    )
-    return Table(f"planned, not run: {size}", columns, tuple(lines)), round(max(times), 3)
-
-
-def _between(least: StepSimulation, free: StepSimulation, share: float) -> int:
-    """The bytes at a share of the way from the least memory to that of the free plan."""
-    return int(_peak(least) + share * (_peak(free) - _peak(least)))
-
-
-def problem_of(size: LlamaSize, chunk: str) -> CutProblem:
-    """The partition problem of the step, with what ``chunk`` lets regions loop over."""
-    model, *batch = llama(size, torch.device("cpu"))
-    return record.problem_of(model, *batch, memory_budget=0.0, chunk=chunk, solver="auto")
-
-
-def _step(problem: CutProblem, limit_bytes: int | None) -> StepSimulation:
-    return simulate_plan(problem, SOLVERS[AUTO](problem, limit_bytes))
-
-
-def _peak(step: StepSimulation) -> int:
-    return step.lowered_peak_bytes
 
 
 def _name(budget: float, chunk: str = "auto") -> str:

@@ -7,9 +7,11 @@ FOLDER has the arguments as ``given.json``; each rank writes what the function r
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,10 @@ class ProcessFailed(UserError):
     def __init__(self, what: str, stderr: str):
         super().__init__(f"{what} failed:\n{stderr[-_ERROR_CHARS:]}")
         self.why = last_error(stderr)
+
+
+class TimedOut(ProcessFailed):
+    """A process took too long."""
 
 
 def last_error(text: str) -> str:
@@ -76,19 +82,26 @@ def call(
     with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
         Path(folder, "given.json").write_text(json.dumps(given), encoding="utf-8")
         command = [sys.executable, *launch, __name__]
-        try:
-            done = subprocess.run(
+        # a file: what a process has started may hold a pipe open, and its end would not be seen
+        with Path(folder, "errors.txt").open("w+", encoding="utf-8") as errors:
+            process = subprocess.Popen(
                 [*command, function.__module__, function.__name__, folder],
                 env=with_package({**os.environ, **one_thread, **(environment or {})}),
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # to end it with all that it has started
             )
-        except subprocess.TimeoutExpired:
-            raise ProcessFailed(what, f"it took more than {timeout_s:.0f} s") from None
-        if done.returncode:
-            raise ProcessFailed(what, done.stderr or "no output")
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise TimedOut(what, f"it took more than {timeout_s:.0f} s") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            errors.seek(0)
+            if status:
+                raise ProcessFailed(what, errors.read() or f"exit status {status}")
         files = (Path(folder, f"{rank}.json") for rank in range(ranks or 1))
         return [json.loads(file.read_text("utf-8")) for file in files]
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from mstpass.cli.plan_arguments import (
     check_combinations,
@@ -15,7 +15,7 @@ from mstpass.cli.plan_arguments import (
     request_of,
 )
 from mstpass.errors import require
-from mstpass.planner.request import Report, TrainingPlan, pieces
+from mstpass.planner.request import Report, TrainingPlan
 from mstpass.progress import progress_bar
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
     try:
         request = request_of(given)
-        with _progress(pieces(request)) as report:
+        with _progress() as report:
             planned = plan(request, report, processes=usable_cores())
     except (ModelError, SequenceError, TargetError) as error:
         print(f"mstpass plan: {error}", file=sys.stderr)
@@ -64,19 +64,12 @@ def _json_text(planned: TrainingPlan) -> str:
 
 
 @contextlib.contextmanager
-def _progress(pieces: Mapping[str, float]) -> Iterator[Report]:
-    """A progress bar of some pieces of work, which vanishes at the end."""
+def _progress() -> Iterator[Report]:
+    """A line that says what is planned at the moment, which vanishes at the end."""
     # rich is optional
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-    finished = dict.fromkeys(pieces, 0.0)
-    columns = (SpinnerColumn(), "planning", BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with progress_bar(*columns, "{task.description}", transient=True) as bar:
-        task = bar.add_task("", total=sum(pieces.values()))
-
-        def show(piece: str, done: float, what: str) -> None:
-            finished[piece] = done
-            completed = sum(share * finished[name] for name, share in pieces.items())
-            bar.update(task, completed=completed, description=f"{piece}: {what}" if what else "")
-
-        yield show
+    columns = (SpinnerColumn(), "planning", TimeElapsedColumn(), "{task.description}")
+    with progress_bar(*columns, transient=True) as line:
+        task = line.add_task("", total=None)
+        yield lambda what: line.update(task, description=what)

@@ -1,4 +1,4 @@
-"""Runs the demo: read text, tokenize it, train, and show tables and a picture.
+"""Runs the demo: read text, tokenize it, train, and show a table and a picture.
 
 Trains one model under several backends, with the same weights and the same batches.
 
@@ -11,10 +11,9 @@ Draws the demo's picture: loss curves, and peak memory and time of a step.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,76 +22,45 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import mstpass
 from mstpass import stdlib_text
-from mstpass.measure import Timing, device_name, peak_bytes, synchronize
+from mstpass.bench import results
+from mstpass.bench.comparison import INDUCTOR, MST
+from mstpass.bench.harness import advancing
+from mstpass.bench.huggingface import Scale, architectures
+from mstpass.bench.results import MIB, Result, Target
+from mstpass.measure import device_name, peak_bytes, synchronize
 
-BACKENDS = {"eager": None, "Inductor": "inductor", "mst": "mst"}
+EAGER = "eager"
+BACKENDS = {EAGER: None, INDUCTOR: "inductor", MST: "mst"}
 _WARMUP_STEPS = 5
 _LEARNING_RATE = 1e-3
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Sizes of model and batch."""
+@dataclasses.dataclass
+class Row(results.Row):
+    """One contender; times and peak are those of forward + backward."""
 
-    vocabulary: int
-    layers: int = 4
-    width: int = 256
-    mlp_width: int = 1024
-    heads: int = 4
-    batch: int = 2
-    length: int = 1024
+    losses: list[float] = dataclasses.field(default_factory=list)
 
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
-
-    def __str__(self) -> str:
-        return (
-            f"Llama: {self.layers} layers, width {self.width}, MLP {self.mlp_width}, "
-            f"vocabulary {self.vocabulary:,}; {self.batch} x {self.length} tokens a step, fp32"
-        )
-
-
-@dataclass(frozen=True)
-class Result:
-    """The figures of one contender; times and peak are those of forward + backward."""
-
-    name: str
-    losses: tuple[float, ...]
-    first_step_s: float
-    timing: Timing
-    peak_bytes: int
-
-    @property
-    def peak_mib(self) -> float:
-        return self.peak_bytes / 2**20
-
-    @property
-    def step_s(self) -> float:
-        return self.timing.median_s
-
-    def max_loss_difference(self, other: Result) -> float:
+    def max_loss_difference(self, other: Row) -> float:
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
-@dataclass
+Rows = dict[str, Row]
+
+
+@dataclasses.dataclass
 class Contender:
     """One model under one backend: its loss function, optimizer, and figures so far."""
 
-    name: str
+    row: Row
     loss_fn: Callable[[torch.Tensor], torch.Tensor]
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     device: torch.device
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
     def forward_backward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         loss = self.loss_fn(ids_BS)
@@ -104,78 +72,52 @@ class Contender:
         start = time.perf_counter()
         loss = self.forward_backward(ids_BS)
         synchronize(self.device)
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(loss.item())
+        seconds = time.perf_counter() - start
+        if self.row.first_call_s is None:
+            self.row.first_call_s = seconds
+        else:
+            self.row.seconds.append(seconds)
+        self.row.losses.append(loss.item())
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def result(self, ids_BS: torch.Tensor) -> Result:
-        peak = peak_bytes(lambda: self.forward_backward(ids_BS), self.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        first, *rest = self.seconds
-        timing = Timing(tuple(rest))
-        return Result(self.name, tuple(self.losses), first, timing, peak)
-
-
-def contenders(setup: Setup, device: torch.device) -> list[Contender]:
-    return [_contender(name, backend, setup, device) for name, backend in BACKENDS.items()]
 
 
 def train(
     entries: Sequence[Contender],
     batches: Sequence[torch.Tensor],
-    on_step: Callable[[Contender, int], None],
-) -> list[Result]:
-    """Train on each batch once. `on_step(contender, step)` is called after each step."""
-    for step, ids_BS in enumerate(batches):
+    on_step: Callable[[str], None] = lambda what: None,
+) -> Rows:
+    """Train on each batch once. `on_step` is called with a text after each step."""
+    for ids_BS in batches:
         for entry in entries:
             entry.step(ids_BS.to(entry.device))
-            on_step(entry, step)
-    return [entry.result(batches[-1].to(entry.device)) for entry in entries]
+            on_step(f"{entry.row.name}: loss {entry.row.losses[-1]:.3f}")
+    for entry in entries:
+        last = batches[-1].to(entry.device)
+        step = lambda entry=entry, last=last: entry.forward_backward(last)
+        entry.row.peak_bytes = peak_bytes(step, entry.device)
+        entry.optimizer.zero_grad(set_to_none=True)
+    return {entry.row.name: entry.row for entry in entries}
 
 
-def _contender(name: str, backend: str | None, setup: Setup, device: torch.device) -> Contender:
-    model = _model(setup).to(device)
+def contender(name: str, setup: Scale, device: torch.device) -> Contender:
+    model: Any = architectures(setup)["llama"].build(num_key_value_heads=setup.heads)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS)
     )
     loss_fn = lambda ids_BS: model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
-    if backend is not None:
+    if (backend := BACKENDS[name]) is not None:
         loss_fn = torch.compile(loss_fn, backend=backend)
-    return Contender(name, loss_fn, optimizer, schedule, device)
-
-
-def _model(setup: Setup) -> LlamaForCausalLM:
-    torch.manual_seed(0)  # identical weights for every contender
-    config = LlamaConfig(
-        vocab_size=setup.vocabulary,
-        hidden_size=setup.width,
-        intermediate_size=setup.mlp_width,
-        num_hidden_layers=setup.layers,
-        num_attention_heads=setup.heads,
-        num_key_value_heads=setup.heads,
-        max_position_embeddings=setup.length,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    return Contender(Row(name), loss_fn, optimizer, schedule, device)
 
 
 # ---- the demo ------------------------------------------------------------------------------------
-_FULL = Setup(vocabulary=32_000)
-_QUICK = Setup(vocabulary=32_000, layers=2, batch=1, length=1024)
+_FULL = Scale(32_000, 256, mlp_width=1024, layers=4, batch=2, length=1024)
+_QUICK = dataclasses.replace(_FULL, layers=2, batch=1)
 _TEXT_CHARS, _QUICK_TEXT_CHARS = 8 * 2**20, 2**20
-_COLUMNS = (
-    "peak\nMiB",
-    "against\nInductor",
-    "time\ns",
-    "against\nInductor",
-    "first\ncall, s",
-    "final\nloss",
-    "max diff\nto eager",
-)
 _SAME_LOSS = 1e-2  # backends round differently in fp32, and training amplifies the differences
 
 
@@ -185,40 +127,41 @@ def run(num_steps: int, out: Path, quick: bool) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = _QUICK if quick else _FULL
     batches = _batches(num_steps, quick, setup, console)
-    console.print(f"{setup}, on {device_name(device)}")
-    results = _train(setup, device, batches, console)
-    console.print(table(results))
+    torch.compiler.reset()
+    entries = [contender(name, setup, device) for name in BACKENDS]
+    with advancing("training", len(entries) * len(batches)) as advance:
+        rows = train(entries, batches, advance)
+    title = f"Llama: {setup}, fp32"
+    result = result_of(title, rows)
+    results.show(result, device)
     path = out / "demo.png"
-    draw(results, f"{setup}; {device_name(device)}", path)
-    _write_json(results, setup, device, out / "demo.json")
+    draw(rows, f"{title}; {device_name(device)}", path)
+    settings = {"setup": dataclasses.asdict(setup)}
+    results.write_json(out / "demo.json", [result], device, settings)
     _print_plan(console)
     console.print(f"picture: {path.resolve()}", soft_wrap=True)
-    return 0 if _agree(results, console) else 1
+    return 0 if all(target.met for target in result.targets) else 1
 
 
-def table(results: Sequence[Result]) -> Table:
+def result_of(title: str, rows: Rows) -> Result:
     """Peak and time of a step, relative to Inductor, and losses, compared with eager."""
-    by_name = {result.name: result for result in results}
-    eager, inductor = by_name["eager"], by_name["Inductor"]
-    out = Table(title="One training step, forward + backward: median; first call, with compilation")
-    out.add_column("")
-    for column in _COLUMNS:
-        out.add_column(column, justify="right")
-    for result in results:
-        out.add_row(
-            result.name,
-            f"{result.peak_mib:.0f}",
-            f"{result.peak_bytes / inductor.peak_bytes:.2f}x",
-            f"{result.step_s:.3f}",
-            f"{result.timing.ratio_to(inductor.timing):.2f}x",
-            f"{result.first_step_s:.1f}",
-            f"{result.losses[-1]:.4f}",
-            f"{result.max_loss_difference(eager):.1e}",
-        )
-    return out
+    base, eager = rows[INDUCTOR], rows[EAGER]
+    result = Result("demo", title, records={"rows": results.records(rows)})
+    own: dict[str, Callable[[Any], str]] = {
+        "first call s": lambda row: results.text_of(row.first_call_s, "{:.1f}".format),
+        "final loss": lambda row: f"{row.losses[-1]:.4f}",
+        "max diff to eager": lambda row: f"{row.max_loss_difference(eager):.1e}",
+    }
+    columns = (*results.PEAKS_AND_TIMES[:-1], *own)
+    what = "One training step, forward + backward: median; first call, with compilation"
+    result.tables.append(results.steps_table(what, rows.values(), base, columns, own))
+    for row in rows.values():
+        difference = row.max_loss_difference(eager)
+        result.targets.append(Target(f"{row.name}: difference to eager", difference, _SAME_LOSS))
+    return result
 
 
-def _batches(num_steps: int, quick: bool, setup: Setup, console: Console) -> list[torch.Tensor]:
+def _batches(num_steps: int, quick: bool, setup: Scale, console: Console) -> list[torch.Tensor]:
     pieces = stdlib_text.read_sources(_QUICK_TEXT_CHARS if quick else _TEXT_CHARS)
     with console.status("training a tokenizer on the standard library's sources"):
         tokenizer = stdlib_text.train_tokenizer(pieces, setup.vocabulary)
@@ -231,64 +174,11 @@ def _batches(num_steps: int, quick: bool, setup: Setup, console: Console) -> lis
     return stdlib_text.batches(stream_T, num_steps, setup.batch, setup.length)
 
 
-def _train(
-    setup: Setup, device: torch.device, batches: list[torch.Tensor], console: Console
-) -> list[Result]:
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    torch.compiler.reset()
-    entries = contenders(setup, device)
-    with Progress(*columns, console=console) as progress:
-        tasks = {
-            entry.name: progress.add_task(entry.name, total=len(batches), loss="-")
-            for entry in entries
-        }
-
-        def on_step(entry: Contender, step: int) -> None:
-            progress.update(tasks[entry.name], advance=1, loss=f"{entry.losses[-1]:.3f}")
-            if not console.is_terminal and entry is entries[-1] and step % 10 == 0:
-                losses = ", ".join(f"{e.name} {e.losses[-1]:.4f}" for e in entries)
-                console.print(f"step {step + 1} of {len(batches)}: {losses}")
-
-        return train(entries, batches, on_step)
-
-
 def _print_plan(console: Console) -> None:
     reports = mstpass.reports()
     console.rule("mst's plan")
     plan = str(reports[-1]) if reports else "no report"
     console.print(plan, markup=False, highlight=False, soft_wrap=True)
-
-
-def _agree(results: Sequence[Result], console: Console) -> bool:
-    eager = results[0]
-    apart = [r.name for r in results if not r.max_loss_difference(eager) <= _SAME_LOSS]
-    if apart:
-        console.print(f"[bold red]the losses of {', '.join(apart)} differ from those of eager[/]")
-    return not apart
-
-
-def _write_json(results: Sequence[Result], setup: Setup, device: torch.device, path: Path) -> None:
-    record = {
-        "setup": asdict(setup),
-        "machine": device_name(device),
-        "results": [
-            {
-                "name": r.name,
-                "peak_bytes": r.peak_bytes,
-                "median_step_s": r.step_s,
-                "first_step_s": r.first_step_s,
-                "losses": r.losses,
-            }
-            for r in results
-        ],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # ---- picture -------------------------------------------------------------------------------------
@@ -302,55 +192,38 @@ _HATCHES = {"eager": "", "Inductor": "///", "mst": ".."}
 _INK = "#222222"
 
 
-def draw(results: Sequence[Result], caption: str, path: Path) -> None:
-    """Draw the results into a PNG file."""
+def draw(rows: Rows, caption: str, path: Path) -> None:
+    """Draw the rows into a PNG file."""
     figure = Figure(figsize=(11, 4.9), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
         1, 3, width_ratios=(2.3, 1, 1), left=0.065, right=0.985, top=0.80, bottom=0.12, wspace=0.3
     )
     losses, peaks, times = (figure.add_subplot(grid[0, column]) for column in range(3))
-    _draw_losses(losses, results)
-    inductor = next(result for result in results if result.name == "Inductor")
-    _draw_bars(
-        peaks,
-        "peak memory, MiB",
-        {
-            r.name: (r.peak_mib, f"{r.peak_mib:.0f}", r.peak_mib / inductor.peak_mib)
-            for r in results
-        },
+    _draw_losses(losses, rows)
+    mib = {name: (row.peak_bytes or 0) / MIB for name, row in rows.items()}
+    seconds = {name: row.median_s or 0.0 for name, row in rows.items()}
+    relative = {n: results.time_ratio(row, rows[INDUCTOR]) or 0.0 for n, row in rows.items()}
+    of_peaks = {n: (size, f"{size:.0f}", size / mib[INDUCTOR]) for n, size in mib.items()}
+    _draw_bars(peaks, "peak memory, MiB", of_peaks)
+    of_times = {n: (each, f"{each:#.3g}", relative[n]) for n, each in seconds.items()}
+    _draw_bars(times, "forward + backward, s", of_times)
+    headline = (
+        f"mst against Inductor: {of_peaks[MST][2]:.2f}x the memory, {relative[MST]:.2f}x the time; "
+        f"largest loss difference to eager {rows[MST].max_loss_difference(rows[EAGER]):.1e}"
     )
-    _draw_bars(
-        times,
-        "forward + backward, s",
-        {
-            r.name: (r.step_s, f"{r.step_s:#.3g}", r.timing.ratio_to(inductor.timing))
-            for r in results
-        },
-    )
-    figure.text(
-        0.012, 0.955, _headline(results), fontsize=13, fontweight="bold", color=_INK, va="center"
-    )
+    style: Any = {"fontweight": "bold", "color": _INK, "va": "center"}
+    figure.text(0.012, 0.955, headline, fontsize=13, **style)
     figure.text(0.012, 0.895, caption, fontsize=9, color="#555555", va="center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _headline(results: Sequence[Result]) -> str:
-    by_name = {result.name: result for result in results}
-    mst, eager, inductor = by_name["mst"], by_name["eager"], by_name["Inductor"]
-    return (
-        f"mst against Inductor: {mst.peak_bytes / inductor.peak_bytes:.2f}x the memory, "
-        f"{mst.timing.ratio_to(inductor.timing):.2f}x the time; "
-        f"largest loss difference to eager {mst.max_loss_difference(eager):.1e}"
-    )
-
-
-def _draw_losses(axes: Any, results: Sequence[Result]) -> None:
-    for result in results:
-        steps = range(1, len(result.losses) + 1)
-        mark = max(1, len(result.losses) // 10)
-        axes.plot(steps, result.losses, label=result.name, markevery=mark, **_LINES[result.name])
+def _draw_losses(axes: Any, rows: Rows) -> None:
+    for name, row in rows.items():
+        steps = range(1, len(row.losses) + 1)
+        mark = max(1, len(row.losses) // 10)
+        axes.plot(steps, row.losses, label=name, markevery=mark, **_LINES[name])
     axes.set_xlabel("step", color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("training loss", fontsize=10, loc="left")

@@ -2,7 +2,6 @@
 
     mstpass::add_product_(total, left, right, chunk)    total  = left @ right      if chunk is 0
                                                         total += left @ right      otherwise
-    mstpass::write_product_(rows, left, right)          rows   = left @ right
     mstpass::counter(value)                             an int64 scalar on the CPU
     mstpass::done(counter)                              a copy of it, once the loop is done
 
@@ -33,22 +32,14 @@ aten = torch.ops.aten
 
 _LIBRARY = library.Library("mstpass", "FRAGMENT")
 _LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, SymInt chunk) -> ()")
-_LIBRARY.define("write_product_(Tensor(a!) rows, Tensor left, Tensor right) -> ()")
 _LIBRARY.define("counter(SymInt value) -> Tensor")
 _LIBRARY.define("done(Tensor counter) -> Tensor")
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
-    _product(left, right, total, beta=min(chunk, 1))  # with 0, what is there does not count: no NaN
-
-
-def _write_product(rows: Tensor, left: Tensor, right: Tensor) -> None:
-    _product(left, right, rows, beta=0)
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor, beta: int) -> None:
-    """``out = beta * out + left @ right``, for matrices or batches of them."""
+def _add_product(out: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
+    """For matrices or batches of them."""
     add = torch.addmm if out.dim() == 2 else torch.baddbmm
+    beta = min(chunk, 1)  # with 0, what is there does not count: no NaN
     if left.dtype == out.dtype:
         add(out, left, right, beta=beta, out=out)
     elif out.is_cuda:
@@ -61,53 +52,23 @@ def _counter(value: int) -> Tensor:
     return torch.full([], value, dtype=torch.int64)
 
 
-def _done(counter: Tensor) -> Tensor:
-    return counter.clone()
-
-
-_LIBRARY.impl("add_product_", _add_product, "CompositeExplicitAutograd")
-_LIBRARY.impl("write_product_", _write_product, "CompositeExplicitAutograd")
-_LIBRARY.impl("counter", _counter, "CompositeExplicitAutograd")
-_LIBRARY.impl("done", _done, "CompositeExplicitAutograd")
-
-
-@library.register_fake("mstpass::add_product_", lib=_LIBRARY)
-def _(total: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
-    return None
-
-
-@library.register_fake("mstpass::write_product_", lib=_LIBRARY)
-def _(rows: Tensor, left: Tensor, right: Tensor) -> None:
-    return None
-
-
-@library.register_fake("mstpass::counter", lib=_LIBRARY)
-def _(value: int) -> Tensor:
-    return torch.empty([], dtype=torch.int64)
-
-
-@library.register_fake("mstpass::done", lib=_LIBRARY)
-def _(counter: Tensor) -> Tensor:
-    return torch.empty_like(counter)
+for _name, _run, _fake in (
+    ("add_product_", _add_product, lambda total, left, right, chunk: None),
+    ("counter", _counter, lambda value: torch.empty([], dtype=torch.int64)),
+    ("done", torch.clone, torch.empty_like),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    library.register_fake(f"mstpass::{_name}", _fake, lib=_LIBRARY)
 
 
 add_product_: OpOverload = torch.ops.mstpass.add_product_.default
-write_product_: OpOverload = torch.ops.mstpass.write_product_.default
 counter: OpOverload = torch.ops.mstpass.counter.default
 done: OpOverload = torch.ops.mstpass.done.default
 
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
-    for op in (
-        add_product_,
-        write_product_,
-        counter,
-        done,
-        aten.abs_.default,
-        *GROUPED_OPS,
-        *ROW_OPS,
-    ):
+    for op in (add_product_, counter, done, aten.abs_.default, *GROUPED_OPS, *ROW_OPS):
         call_as_it_is(op)
     call_with_aligned_result(host_copy_ops.COPY_ROWS)
 

@@ -23,10 +23,12 @@ class Builder:
     Attributes:
         name: the name of all calls, with a number; None: each has that of its op. Where the graph
             takes nodes of another one, that leaves their names to them.
+        meta: what all calls have besides their values.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, name: str | None = None):
         self.graph, self.mode, self.name = graph, mode, name
+        self.meta: dict[str, Any] = {}
 
     def placeholder(self, name: str, value: torch.Tensor | int) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -36,6 +38,7 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls ``target``; nodes may stand anywhere in the arguments."""
         node = self.graph.create_node("call_function", target, args, kwargs, self.name)
+        node.meta.update(self.meta)
         self.compute_value(node)
         return node
 

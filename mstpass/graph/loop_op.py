@@ -59,35 +59,16 @@ class MstLoop(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("mst_loop", cacheable=True)
 
-    def __call__(
-        self,
-        body: Callable[..., Any],
-        num_chunks: int | None,
-        chunk_tokens: int,
-        num_tokens: int,
-        specs: tuple[OutputSpec, ...],
-        sliced: tuple[torch.Tensor, ...],
-        whole: tuple[torch.Tensor | int, ...],
-    ) -> tuple[torch.Tensor, ...]:
-        result: tuple[torch.Tensor, ...] = super().__call__(
-            body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole
-        )
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = super().__call__(*args)
         return result
 
 
 mst_loop = MstLoop()
 
 
-def _fake(
-    mode: FakeTensorMode,
-    body: Any,
-    num_chunks: int | None,
-    chunk_tokens: int,
-    num_tokens: int,
-    specs: tuple[OutputSpec, ...],
-    sliced: tuple[torch.Tensor, ...],
-    whole: tuple[torch.Tensor | int, ...],
-) -> tuple[torch.Tensor, ...]:
+def _fake(mode: FakeTensorMode, *args: Any) -> tuple[torch.Tensor, ...]:
+    *_, specs, sliced, _ = args
     device = sliced[0].device
     with mode:
         return tuple(torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in specs)

@@ -13,6 +13,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention
+from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.buffer_ops import summands
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.products import Product, TokenProduct, head_product, joined, token_product
@@ -80,31 +81,24 @@ class LoopWork:
 def loop_work(
     joint: JointGraph,
     members: Mapping[fx.Node, Spec | None],
-    num_tokens: int,
+    axis: str,
+    count: int,
     least_sum_bytes: int = 4,
 ) -> LoopWork:
-    """The work of a loop over tokens.
+    """The work of a loop. Attention is no part of it (attention_work.py).
+
+    One over heads is as one over the features of all heads: a product is as slow for a group of
+    heads of few features as for a chunk of few tokens, as one of its sizes is small.
 
     Args:
-        members: what it computes, in the graph's order, with its token dims; None marks a sum.
+        members: what it computes, in the graph's order, with its specs; None marks a sum.
+        axis: what the chunks cut, and ``count`` how many of them there are.
         least_sum_bytes: as ``LoopPlan`` has it.
     """
-    return _work(joint, members, num_tokens, token_product).summed_in(least_sum_bytes)
-
-
-def head_loop_work(
-    joint: JointGraph,
-    members: Mapping[fx.Node, Spec | None],
-    num_heads: int,
-    least_sum_bytes: int = 4,
-) -> LoopWork:
-    """The work of a loop over heads, as one over the features of all heads.
-
-    A product is as slow for a group of heads of few features as for a chunk of few tokens: one of
-    its sizes is small. Attention is no part of it (attention_work.py).
-    """
-    features = num_heads * features_of_head(members, num_heads)
     rest = {node: spec for node, spec in members.items() if not is_attention(node)}
+    if axis not in ALONG_A_DIM:
+        return _work(joint, rest, count, token_product).summed_in(least_sum_bytes)
+    features = count * features_of_head(members, count)
     totals = _totals(members)
 
     def product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.order import Circle, put_in_order
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.tokens import CannotTake
@@ -40,6 +41,16 @@ class Rewriting:
         """The sizes that the inputs of the step hold."""
         return SizeNodes.of_inputs(self.builder)
 
+    @contextlib.contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        """What is built in here stands before a node, and for it: it has the same policy."""
+        outer, self.builder.meta = self.builder.meta, replacement_meta(node)
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self.builder.meta = outer
+
     def replace(self, old: fx.Node, new: fx.Node, readers: list[fx.Node] | None = None) -> None:
         """Let all readers of a node, or the given ones, read another."""
         if readers is None:
@@ -49,6 +60,11 @@ class Rewriting:
                 reader.replace_input_with(old, new)
         self._renewal.replaced(old, new)
         self._replaced[old.name] = new.name
+
+    def replace_items(self, node: fx.Node, results: Sequence[fx.Node]) -> None:
+        """Replace each result of an op that has several."""
+        for item in list(node.users):
+            self.replace(item, results[item.args[1]])  # type: ignore[index]
 
     def finished(self, reorder: bool = False) -> JointGraph:
         """The new joint graph, without nodes that nobody reads.
@@ -72,6 +88,13 @@ class Rewriting:
         self.joint.module.recompile()
         return JointGraph(self.joint.module, self.joint.num_fwd_outputs, self._replaced)
 
+    def result(self, reorder: bool = False) -> Rewritten:
+        """The new joint graph, and the names of its nodes that are new or read such ones."""
+        new = self.finished(reorder)
+        made = {new.by_name[name] for name in new.new_names(self._original)}
+        readers = {user for node in made for user in node.users}
+        return new, frozenset(node.name for node in made | readers)
+
     def _keep_layouts(self, output: fx.Node, recorded: fx.Node) -> None:
         results: Any = output.args[0]
         traced: Any = recorded.args[0]
@@ -91,18 +114,21 @@ def rewritten(
     """A copy of a graph in which some of its nodes are rewritten; the graph itself for none.
 
     Args:
-        rewrite: gets such a node of the copy, and returns what counts as changed, if anything does.
-            If it raises ``UnknownSize``, the node stays as it is.
+        rewrite: gets such a node of the copy, and builds before it what it returns: the value that
+            takes its place, or None where it has replaced the node itself, or leaves it. So does
+            what it refuses.
     """
     names = [node.name for node in nodes]
     if not names:
         return joint, frozenset()
-    rewriting, changed = Rewriting(joint), set[str]()
+    rewriting, done = Rewriting(joint), False
     for name in names:
-        with contextlib.suppress(UnknownSize):
-            if (made := rewrite(rewriting, rewriting.joint.by_name[name])) is not None:
-                changed.add(made.name)
-    return rewriting.finished(), frozenset(changed)
+        node = rewriting.joint.by_name[name]
+        with contextlib.suppress(CannotTake, UnknownSize), rewriting.before(node):
+            if (new := rewrite(rewriting, node)) is not None:
+                rewriting.replace(node, new)
+            done = True
+    return rewriting.result() if done else (joint, frozenset())
 
 
 def repeated(

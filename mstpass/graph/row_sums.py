@@ -10,6 +10,10 @@ row and m = max(x), a sum (or mean) over the last dim is replaced if it has one 
     sum(log_softmax(x))                   =  sum(x - m) - V log(sum(exp(x - m)))
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
 
+A factor that is constant along the row is multiplied with the sum of the rest, whatever that is. In
+the joint graph (normalize/row_sums_of_gradients.py), a factor of the forward becomes a weight of
+the sum, ``sum(r w) = r sum(w)``, and the sum of a value of the forward is found there.
+
 The first four give the row sum of the gradient that enters a log-softmax, under cross-entropy with
 and without label smoothing, and where several elements of a row are gathered. The fifth is the term
 of label smoothing; it shares the pass that sums the exponentials, and nothing cancels, as no x - m
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -30,11 +34,15 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
+from mstpass.graph.joint import value_of
+from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.tokens import CannotTake
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 _FULL_PRECISION = (torch.float32, torch.float64)
+_MOST_TERMS = 6
 
 
 def rewritten_row_sum(
@@ -52,8 +60,9 @@ def rewritten_row_sum(
         return None
     if kwargs.get("dtype") not in (None, value.dtype):
         return None
-    found = _RowSums(builder, value).of(args[0])
-    if found is None or tuple(found.meta["val"].shape) != (*value.shape[:-1], 1):
+    try:
+        found = sum_of_row(builder, args[0])
+    except CannotTake:
         return None
     if target is aten.mean.dim:
         found = builder.call(aten.div.Scalar, found, value.shape[-1])
@@ -61,80 +70,153 @@ def rewritten_row_sum(
     return found if keepdim else builder.call(aten.squeeze.dim, found, last)
 
 
-def sum_of_row(builder: Builder, source: fx.Node) -> fx.Node | None:
-    """The sum of a value over its last dim, which stays with size 1, by the rules above."""
-    return _RowSums(builder, source.meta["val"]).of(source)
+def sum_of_row(
+    builder: Builder, source: fx.Node, backward: Container[fx.Node] | None = None
+) -> fx.Node:
+    """The sum of a value over its last dim, which stays with size 1, by the rules above.
+
+    Args:
+        backward: what the backward computes; values of the forward have sums. None: only sums by a
+            rule count.
+
+    Raises:
+        CannotTake: no rule applies.
+    """
+    found = _RowSums(builder, source, backward).of(source)
+    if not same_shape(found.meta["val"].shape, [*source.meta["val"].shape[:-1], 1]):
+        raise CannotTake(source, "its rows share one sum")
+    return found
 
 
 class _RowSums:
     """The rules, for values of one dtype, device and row shape ``[..., 1]``."""
 
-    def __init__(self, builder: Builder, value: torch.Tensor):
-        self.builder, self.call, self.value = builder, builder.call, value
+    def __init__(self, builder: Builder, source: fx.Node, backward: Container[fx.Node] | None):
+        value = source.meta["val"]
+        self.builder, self.call, self.source, self.value = builder, builder.call, source, value
         self.dtype, self.width = value.dtype, value.shape[-1]
         self.row = (*value.shape[:-1], 1)
+        self.backward, self.terms = backward, 0
 
-    def of(self, source: object) -> fx.Node | None:
-        """The sum over the last dim: shape ``[..., 1]``, or one element if all rows agree."""
-        if not isinstance(source, fx.Node) or source.meta["val"].dtype != self.dtype:
-            return None
+    def of(self, source: object, weight: fx.Node | None = None) -> fx.Node:
+        """The sum over the last dim, ``[..., 1]``, of a value times a weight of the forward.
+
+        Raises:
+            CannotTake: no rule applies.
+        """
+        value = value_of(source) if isinstance(source, fx.Node) else None
+        if not isinstance(source, fx.Node) or value is None or value.dtype != self.dtype:
+            raise CannotTake(self.source, "sums a number, or values of another dtype")
+        if weight is None and (closed := self._closed(source)) is not None:
+            return closed
+        if self.dtype not in _FULL_PRECISION and source.target is not aten.mul.Tensor:
+            # The other rules multiply by V, which rounds in a narrow dtype; a sum does not.
+            raise CannotTake(source, "is rounded")
+        constant = _constant_along_row(source)
+        if constant is None and not self._is_forward(source):
+            return self._of_call(source, weight)
+        self.terms += 1
+        if self.terms > _MOST_TERMS:
+            raise CannotTake(source, "is a sum of many terms")
+        if constant is None:
+            return self._sum(self._times(source, weight))
+        if weight is None:
+            return self.call(aten.mul.Scalar, constant, self.width)
+        return self.call(aten.mul.Tensor, self._sum(weight), constant)
+
+    def _closed(self, source: fx.Node) -> fx.Node | None:
+        """The sum of a value that has a closed form of its own."""
         elements = self._of_one_hot(source) or self._of_scatter(source)
         if elements is not None or self.dtype not in _FULL_PRECISION:
-            # The other rules multiply by V, which rounds in a narrow dtype; a sum does not.
             return elements
-        rules = (self._of_constant, self._of_log_softmax, self._of_exponentials, self._of_parts)
-        return next((found for rule in rules if (found := rule(source)) is not None), None)
+        return self._of_log_softmax(source) or self._of_exponentials(source)
 
-    def _of_constant(self, source: fx.Node) -> fx.Node | None:
-        """``V r``."""
-        constant = _without_expand(source)
-        if constant is None or not self._is_constant_along_row(constant):
-            return None
-        return self.call(aten.mul.Scalar, constant, self.width)
+    def _is_forward(self, node: fx.Node) -> bool:
+        return self.backward is not None and node not in self.backward
 
-    def _is_constant_along_row(self, node: fx.Node) -> bool:
-        """Whether the node has one element per row, or one element in all."""
-        shape = tuple(node.meta["val"].shape)
-        return shape == self.row or math.prod(shape) == 1
+    def _times(self, value: fx.Node, weight: fx.Node | None) -> fx.Node:
+        return value if weight is None else self.call(aten.mul.Tensor, value, weight)
 
-    def _of_parts(self, source: fx.Node) -> fx.Node | None:
-        """The sum of a sum, difference or negation, from the sums of its operands."""
-        targets = aten.add.Tensor, aten.sub.Tensor, aten.neg.default
-        parts = [self.of(part) for part in _operands(source, *targets)]
-        return self.call(source.target, *parts) if parts and None not in parts else None
+    def _of_call(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
+        """The sum of what an op computes, from the sums of its operands."""
+        target: Any = node.target
+        if node.kwargs:
+            raise CannotTake(node, "has no rule")
+        if target is aten.expand.default:
+            return self.of(node.args[0], weight)
+        if target in (aten.add.Tensor, aten.sub.Tensor, aten.neg.default):
+            return self.call(target, *(self.of(part, weight) for part in node.args))
+        if target is aten.where.self:
+            return self._of_choice(node, weight)
+        if target in (aten.mul.Tensor, aten.div.Tensor):
+            return self._of_product(node, weight)
+        if self.backward is not None and ops.is_view_by_shape(node):
+            return self._of_view(node, weight)
+        raise CannotTake(node, "has no rule")
+
+    def _of_product(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
+        """With a factor of each row behind the sum, and one of the forward in the weight.
+
+        Where one of 0 and a factor that is not finite are multiplied, the sum is NaN.
+        """
+        target: Any = node.target
+        left, right = node.args
+        is_product = target is aten.mul.Tensor
+        pairs = ((left, right), (right, left)) if is_product else ((left, right),)
+        for value, factor in pairs:
+            if not isinstance(factor, fx.Node):
+                return self.call(target, self.of(value, weight), factor)
+            if (constant := _constant_along_row(factor)) is not None:
+                total = self.call(target, self.of(value, weight), constant)
+                if not is_product:
+                    return total
+                zero = self.call(aten.mul.Tensor, constant, self.builder.filled([], 0, self.value))
+                return self.call(aten.add.Tensor, total, zero)
+        for value, factor in pairs:
+            if isinstance(factor, fx.Node) and self._is_forward(factor):
+                inverse = factor if is_product else self.call(aten.reciprocal.default, factor)
+                return self.of(value, self._times(inverse, weight))
+        raise CannotTake(node, "is no product of a row and a number")
+
+    def _of_choice(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
+        """``where(condition, x, 0)``, or with 0 and x changed, for a condition of the forward."""
+        condition, hit, miss = node.args
+        hits = linearity.is_zero(miss)
+        if not isinstance(condition, fx.Node) or not (hits or linearity.is_zero(hit)):
+            raise CannotTake(node, "chooses between two values")
+        zero, one = (self.builder.filled([], n, self.value) for n in (0, 1))
+
+        def chosen(value: fx.Node) -> fx.Node:
+            return self.call(
+                aten.where.self, condition, *((value, zero) if hits else (zero, value))
+            )
+
+        value = hit if hits else miss
+        if condition.meta["val"].shape[-1] == 1:
+            return chosen(self.of(value, weight))
+        if not self._is_forward(condition):
+            raise CannotTake(node, "chooses within the row")
+        return self.of(value, chosen(one if weight is None else weight))
+
+    def _of_view(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
+        """The sums of a view that keeps the rows."""
+        (source,), shape = node.all_input_nodes, list(node.meta["val"].shape)
+        before = list(source.meta["val"].shape)
+        if before[-1:] != shape[-1:] or any(map(symbols_of, (*before, *shape))):
+            raise CannotTake(node, "does not keep the rows")
+        if weight is not None:
+            weight = self.call(aten.expand.default, weight, shape)
+            weight = self.call(aten.reshape.default, weight, before)
+        total = self.call(aten.expand.default, self.of(source, weight), [*before[:-1], 1])
+        return self.call(aten.reshape.default, total, [*shape[:-1], 1])
 
     # ---- one-hot values -----------------------------------------------------------------------
-    def _of_one_hot(self, source: fx.Node) -> fx.Node | None:
-        """``a``, or ``a r`` if the one-hot value is multiplied by a factor r.
-
-        All other terms are ``0 * r``, which is added because it is NaN for an r that is not finite.
-        """
-        for one_hot, factor in _products(source):
-            match = self._one_hot(one_hot)
-            if match is None:
-                continue
-            if factor is not None and tuple(factor.meta["val"].shape) != self.row:
-                continue
-            index, hit = match
-            in_bounds = self.call(
-                aten.bitwise_and.Tensor,
-                self.call(aten.ge.Scalar, index, 0),
-                self.call(aten.lt.Scalar, index, self.width),
-            )
-            zero = self.builder.filled([], 0, self.value)
-            if factor is None:
-                return self.call(aten.where.self, in_bounds, hit, zero)
-            product = self.call(aten.mul.Tensor, hit, factor)
-            product = self.call(aten.where.self, in_bounds, product, zero)
-            return self.call(aten.add.Tensor, product, self.call(aten.mul.Tensor, factor, zero))
-        return None
-
-    def _one_hot(self, node: object) -> tuple[fx.Node, fx.Node] | None:
-        """``index`` (one per row) and ``a``, if the node is ``where(index == iota(V), a, 0)``."""
+    def _of_one_hot(self, node: fx.Node) -> fx.Node | None:
+        """``a``, if the node is ``where(index == iota(V), a, 0)`` with one index per row."""
         equal, hit, miss = _operands(node, aten.where.self) or (None,) * 3
         if not _is_call(equal, aten.eq.Tensor) or not linearity.is_zero(miss):
             return None
-        if not isinstance(hit, fx.Node) or not self._is_constant_along_row(hit):
+        if not isinstance(hit, fx.Node) or (hit := _constant_along_row(hit)) is None:
             return None
         for index, places in (equal.args, reversed(equal.args)):
             index, places = _without_expand(index), _without_expand(places)
@@ -142,7 +224,11 @@ class _RowSums:
                 continue
             counts = places.args == (self.width,) and places.kwargs["start"] == 0
             if counts and places.kwargs["step"] == 1 and tuple(index.meta["val"].shape) == self.row:
-                return index, hit
+                from_start = self.call(aten.ge.Scalar, index, 0)
+                below = self.call(aten.lt.Scalar, index, self.width)
+                in_bounds = self.call(aten.bitwise_and.Tensor, from_start, below)
+                zero = self.builder.filled([], 0, self.value)
+                return self.call(aten.where.self, in_bounds, hit, zero)
         return None
 
     def _of_scatter(self, source: fx.Node) -> fx.Node | None:
@@ -184,31 +270,27 @@ class _RowSums:
         return self.call(aten.where.self, infinite, self.call(aten.exp.default, m), total)
 
     def _sum(self, values: fx.Node) -> fx.Node:
-        return self.call(aten.sum.dim_IntList, values, [len(self.row) - 1], True)
+        return self.call(aten.sum.dim_IntList, values, [values.meta["val"].dim() - 1], True)
 
     def _is_maximum(self, m: object, x: object) -> bool:
         return _is_call(m, aten.amax.default) and m.args[0] is x and self._is_row_reduction(m)
 
     def _is_row_reduction(self, reduction: fx.Node) -> bool:
         """Whether it reduces the last dim alone, with ``keepdim``."""
-        dims = reduction.args[1] if len(reduction.args) > 1 else None
+        last = len(self.row) - 1
         keeps = tuple(reduction.meta["val"].shape) == self.row
-        return (
-            keeps and isinstance(dims, list | tuple) and list(dims) in ([-1], [len(self.row) - 1])
-        )
+        return keeps and reduced_dims(reduction, last + 1) == [last]
 
 
 def _is_call(node: object, target: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.target is target
 
 
-def _products(source: fx.Node) -> list[tuple[object, fx.Node | None]]:
-    """All ways to read the source as a value times a factor; None stands for no factor."""
-    found: list[tuple[object, fx.Node | None]] = [(source, None)]
-    if source.target is aten.mul.Tensor:
-        a, b = source.args
-        found += [(x, y) for x, y in ((a, b), (b, a)) if isinstance(y, fx.Node)]
-    return found
+def _constant_along_row(node: fx.Node) -> fx.Node | None:
+    """What a value is without expands, if that has one element per row, or one in all."""
+    constant = _without_expand(node)
+    shape = None if constant is None else constant.meta["val"].shape
+    return constant if shape is not None and list(shape[-1:]) in ([], [1]) else None
 
 
 def _without_expand(node: object) -> fx.Node | None:

@@ -3,7 +3,6 @@
 The files in the order in which a region meets them::
 
     candidate_modes.py   the modes in which it may run
-    attention_modes.py   those of attention, in groups of heads
     plan_region.py       its loops in one mode, and their chunk length
     mode_costs.py        what each mode costs, for the solver that chooses one
     apply_plans.py       the chosen loops as nodes of a new joint graph; body/ builds their bodies

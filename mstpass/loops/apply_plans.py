@@ -30,10 +30,9 @@ from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
-from mstpass.loops.write_loop import LoopWriter
+from mstpass.loops.write_loop import LoopWriter, operands_of
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.apply_modes import DependencyCycle, dependency_order
-from mstpass.problem.problem import loop_name
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.walk import walk_once
 
@@ -60,11 +59,8 @@ def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> JointGraph:
     return JointGraph(_GraphWriter(joint, plans).write(), joint.num_fwd_outputs)
 
 
-_Task = fx.Node | str  # what is written as a whole: a node of the old graph, or a loop by its name
-
-
 class _GraphWriter:
-    """Writes the new graph, each task after those that it depends on."""
+    """Writes the new graph, each node after those that it depends on."""
 
     def __init__(self, joint: JointGraph, plans: Sequence[ChunkPlan]):
         self.joint = joint
@@ -75,16 +71,15 @@ class _GraphWriter:
         self.loops = LoopWriter(joint, builder, self.sizes, self.root)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
-        self.written: set[str] = set()  # names of loops
         self.renewal = Renewal(self.graph)
-        self.loop_of: dict[str, tuple[ChunkPlan, LoopPlan]] = {}
-        self.producers: dict[fx.Node, tuple[str, LoopOutput]] = {}
-        for chunk_plan, loop in ((each, loop) for each in plans for loop in each.loops):
-            name = loop_name(loop.outputs[0].node)
+        self.plans = plans
+        self.producers: dict[fx.Node, tuple[ChunkPlan, LoopPlan, LoopOutput]] = {}
+        for plan, loop in ((each, loop) for each in plans for loop in each.loops):
             # as in problem/apply_modes.py: of what several loops compute, the first returns it
-            own = [item for item in loop.outputs if joint.by_name[item.node] not in self.producers]
-            self.loop_of[name] = chunk_plan, dataclasses.replace(loop, outputs=tuple(own))
-            self.producers.update((joint.by_name[item.node], (name, item)) for item in own)
+            items = {joint.by_name[item.node]: item for item in loop.outputs}
+            own = {node: item for node, item in items.items() if node not in self.producers}
+            loop = dataclasses.replace(loop, outputs=tuple(own.values()))
+            self.producers.update((node, (plan, loop, item)) for node, item in own.items())
         collectives = joint.cached(collectives_of)
         self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 
@@ -98,71 +93,54 @@ class _GraphWriter:
                 self.env[node] = self.graph.node_copy(node)
                 self.sizes.learn(self.env[node])
         needed = self._needed()
-        targets: list[_Task] = [node for node in self.joint.nodes if node in needed]
+        targets = [node for node in self.joint.nodes if node in needed]
         try:
-            for task in dependency_order(targets, self._dependencies, self._is_written):
-                self._write(task)
+            for node in dependency_order(targets, self._needs, self.env.__contains__):
+                self._write(node)
         except DependencyCycle as cycle:
-            loops = [task for task in cycle.path if isinstance(task, str)]
-            raise CycleError(self.loop_of[loops[-1]][0]) from None
+            plans = [self.producers[node][0] for node in cycle.path if node in self.producers]
+            raise CycleError(plans[-1]) from None
         module = graph_module(self.root, self.graph)
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
         return module
 
-    # ---- order ---------------------------------------------------------------------------------
-    def _dependencies(self, task: _Task) -> list[_Task]:
-        if isinstance(task, str):
-            _, loop = self.loop_of[task]
-            nodes = [self.joint.by_name[item.node] for item in loop.inputs]
-            prelude = {self.joint.by_name[name] for name in loop.prelude}
-            nodes += [i for node in prelude for i in node.all_input_nodes if i.name != loop.unit]
-            return [node for node in nodes if node not in prelude]
-        if task not in self.producers:
-            earlier = [self.earlier[task]] if task in self.earlier else []
-            return [*task.all_input_nodes, *earlier]
-        name, item = self.producers[task]
-        _, loop = self.loop_of[name]
+    def _needs(self, node: fx.Node) -> list[fx.Node]:
+        if node not in self.producers:
+            earlier = [self.earlier[node]] if node in self.earlier else []
+            return [*node.all_input_nodes, *earlier]
+        _, loop, item = self.producers[node]
         unit = [self.joint.by_name[loop.unit]] if item.scaled and loop.unit else []
-        return [name, *unit]
+        return [*operands_of(self.joint, loop), *unit]
 
-    def _is_written(self, task: _Task) -> bool:
-        return task in self.written if isinstance(task, str) else task in self.env
-
-    def _needed(self) -> set[_Task]:
-        """The nodes and loops that the graph's output or an op with side effects depends on."""
+    def _needed(self) -> set[fx.Node]:
+        """The nodes that the graph's output or an op with side effects depends on."""
         # Attention counts as impure, because it might draw random numbers; in a loop it does not.
-        members = {name for plan, _ in self.loop_of.values() for name, _ in plan.members}
-        needed: list[_Task] = [
+        members = {name for plan in self.plans for name, _ in plan.members}
+        needed = (
             node
             for node in self.joint.nodes
             if node.op == "output" or (node.is_impure() and node.name not in members)
-        ]
-        return set(walk_once(needed, self._dependencies))
+        )
+        return set(walk_once(needed, self._needs))
 
-    # ---- tasks ---------------------------------------------------------------------------------
-    def _write(self, task: _Task) -> None:
+    def _write(self, node: fx.Node) -> None:
+        _, loop, item = self.producers.get(node, (None, None, None))
         try:
-            self._write_task(task)
+            if loop is not None and item is not None:
+                if node not in self.results:
+                    self.results |= self.loops.write(loop, self.env)
+                self.env[node] = self.loops.finish(self.results[node], loop, item, self.env)
+                self.renewal.replaced(node, self.env[node])  # a loop over heads has them first
+            elif node is self.joint.output:
+                laid_out = {
+                    n: self.renewal.with_layout_of(self.env[n], n) for n in node.all_input_nodes
+                }
+                self.env[node] = self.graph.node_copy(node, laid_out.__getitem__)
+            else:
+                self.env[node] = copied = self.graph.node_copy(node, self.env.__getitem__)
+                self.renewal.renew(copied)
+                self.sizes.learn(copied)
         except (UnknownSize, CannotRenew) as error:
-            first = self.loop_of[task][1].members[0] if isinstance(task, str) else task.name
-            raise CannotTake(self.joint.by_name[first], REPORT(str(error))) from None
-
-    def _write_task(self, task: _Task) -> None:
-        if isinstance(task, str):
-            _, loop = self.loop_of[task]
-            self.results |= self.loops.write(loop, self.env)
-            self.written.add(task)
-        elif task in self.producers:
-            name, item = self.producers[task]
-            _, loop = self.loop_of[name]
-            result = self.loops.finish(self.results[task], loop, item, self.env)
-            self.env[task] = result
-            self.renewal.replaced(task, result)  # heads come first where a loop is over heads
-        elif task is self.joint.output:
-            results = {n: self.renewal.with_layout_of(self.env[n], n) for n in task.all_input_nodes}
-            self.env[task] = self.graph.node_copy(task, results.__getitem__)
-        else:
-            self.env[task] = copied = self.graph.node_copy(task, self.env.__getitem__)
-            self.renewal.renew(copied)
-            self.sizes.learn(copied)
+            at = self.joint.by_name[loop.members[0]] if loop is not None else node
+            raise CannotTake(at, REPORT(str(error))) from None

@@ -15,39 +15,57 @@ whose loops take too long together. Where gradients of weights are in 16 bits an
 also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
 runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
 (loops/mode_costs.py, partition/solvers/).
+
+Attention may run in loops over groups of heads, in two of these modes:
+
+    save         the forward loop keeps attention's results; the backward loop computes the
+                 projections again, and no attention
+    recompute    the forward loop keeps nothing
+
+Each is offered in two, four and eight groups, as far as the heads divide so. One group holds its
+share of what attention needs besides the layer's input and output and their gradients, which exist
+in full in any case: with more than eight groups that share hardly counts.
+
+Where attention has a large mask that is computed, it may also run in loops over rows of queries,
+which hold the mask's rows of one chunk (regions/masked_attention.py): *save* keeps its results, and
+*recompute* nothing. These are offered in long and in short chunks, in place of the others where the
+mask is larger than what loops over heads hold in parts: those read the whole mask.
+
+Where queries share keys, attention and the MLP behind it may be one region, a block, in the same
+two modes, over the tokens (regions/blocks.py). Its loops are offered in place of those over heads,
+beside those of the MLP alone. ``chunk="blocks"`` has them alone, and wherever they can be.
+
+Without a budget attention stays whole: the loops compute its projections, or its mask, twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 
-from mstpass.graph.advice import under_a_budget
-from mstpass.graph.axes import TOKENS
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.advice import DIVIDING_CHUNKS, under_a_budget
+from mstpass.graph.attention import is_attention, mask_of, shares_keys
+from mstpass.graph.axes import HEADS, TOKENS
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.tokens import Spec
+from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
-from mstpass.loops.copies import Names
-from mstpass.loops.free_overhead import spend_free_overhead
-from mstpass.loops.plan_region import CopyPlanner, RegionPlanner, planners_of
+from mstpass.loops.plan_region import Names, RegionPlanner, matmuls_to_recompute, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
-from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
+from mstpass.plans import ChunkPlan, Region, Rejection
+from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
+from mstpass.regions.attention import detect_attention
+from mstpass.regions.blocks import detect_blocks
 from mstpass.regions.detect import find_regions, region_along_features
+from mstpass.regions.masked_attention import detect_masked_attention
 
-_LENGTHS = {  # names of modes
-    USUAL: "{}",
-    SHORT: "{}, short chunks",
-    LONG: "{}, long chunks",
-    FEW: "{}, 16-bit sums",
-    SHORTEST: "{}, shortest chunks",
-}
-
-
-def name_of(mode: str, length: str) -> str:
-    """The name of a mode in chunks of a length (loops/chunk_length.py)."""
-    return _LENGTHS[length].format(mode)
+_GROUPS = (2, 4, 8)
+_LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; of a kernel's block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,27 +74,26 @@ class RegionCandidates:
 
     Attributes:
         region: the name by which the partition problem knows the region.
-        plans: name and chunk plan of each mode, the preferred one first.
+        plans: each mode, without its loops, and its chunk plan; the preferred one first.
         optional: the region may also stay whole.
         whole_first: it stays whole unless a budget asks for less memory.
-        original: the region that this one is equal to but for names (loops/copies.py); "" if it is
+        original: the region that this one is equal to but for names (graph/alike.py); "" if it is
             the first of its kind.
         names: the names of its nodes, by those of the original's.
     """
 
     region: str
-    plans: tuple[tuple[str, ChunkPlan], ...]
+    plans: tuple[tuple[Mode, ChunkPlan], ...]
     optional: bool
     whole_first: bool = False
     original: str = ""
     names: Names = dataclasses.field(default_factory=dict, repr=False)
 
-    def __getitem__(self, name: str) -> ChunkPlan:
-        return dict(self.plans)[name]
-
-    def name_in_copy(self, name: str) -> str:
-        """The node that one of the original is here."""
-        return self.names.get(name, name)
+    def plan_in(self, mode: str | None) -> ChunkPlan | None:
+        """The plan of a mode, by its name; None: of the first one. None without loops."""
+        if mode is None:
+            return None if self.whole_first else self.plans[0][1]
+        return next((plan for known, plan in self.plans if known.name == mode), None)
 
     @property
     def members(self) -> dict[str, Spec | None]:
@@ -85,7 +102,7 @@ class RegionCandidates:
 
     def in_forward(self) -> RegionCandidates:
         """The same region with those ways alone that have all loops in the forward."""
-        plans = tuple((name, plan) for name, plan in self.plans if plan.mode == FUSED)
+        plans = tuple((mode, plan) for mode, plan in self.plans if plan.mode == FUSED)
         return dataclasses.replace(self, plans=plans)
 
     @property
@@ -106,40 +123,31 @@ def find_candidates(
     """
     regions, rejections = find_regions(joint, not limit.is_free, runner)
     length = SHORT if limit.is_least else USUAL
-    by_region = planners_of(joint, regions, options)
-    planners = {region.members: planner for region, planner in by_region.items()}
-    preferred: list[ChunkPlan] = []
+    preferred: list[tuple[RegionPlanner, ChunkPlan]] = []
     leaner: list[RegionCandidates] = []
-    for planner in planners.values():
-        with runner.left_out(_PLANNING, planner.region.name):
-            mode = preferred_mode(planner.region, limit)
+    for region, planner in planners_of(joint, regions, options).items():
+        with runner.left_out(_PLANNING, region.name):
+            mode = preferred_mode(region, limit)
             plan = planner.plan(mode, length=length)
-            if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
-                preferred.append(plan)
+            if isinstance(plan, ChunkPlan) and region.axis != TOKENS:
+                leaner.append(_candidates(planner, plan, limit, for_a_budget=True))
             elif isinstance(plan, ChunkPlan):
-                leaner.append(_for_a_budget(planner, plan, limit))
+                preferred.append((planner, plan))
             elif few := planner.with_16_bit_sums(mode):
-                preferred.append(few)
-            elif candidates := _for_few_tokens(joint, planner, regions, limit):
+                preferred.append((planner, few))
+            elif candidates := _leaner(planner, regions, limit):
                 leaner.append(candidates)
             else:
                 rejections.append(plan)
-
-    recomputed: dict[object, frozenset[str]] = {}  # by a region's members
-
-    def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
-        other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
-        if not isinstance(other, ChunkPlan):
-            return plan
-        recomputed[plan.members] = may_recompute
-        return other
-
-    preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
     taken = []
-    for p in preferred:
-        planner, again = planners[p.members], recomputed.get(p.members, frozenset())
+    again = matmuls_to_recompute(joint, [plan for _, plan in preferred], options.free_overhead)
+    for (planner, plan), matmuls in zip(preferred, again, strict=True):
         with runner.left_out(_PLANNING, planner.region.name):
-            taken.append(_candidates(planner, p, limit, again))
+            other = planner.plan(plan.mode, matmuls, length) if matmuls else None
+            if isinstance(other, ChunkPlan):
+                taken.append(_candidates(planner, other, limit, matmuls))
+            else:
+                taken.append(_candidates(planner, plan, limit))
     if limit.is_free and rejections:  # of which a budget may take some
         still = {r.node for r in find_candidates(joint, options, Limit(0.0), runner)[1]}
         rejections = [r if r.node in still else _under_a_budget(r) for r in rejections]
@@ -160,44 +168,30 @@ def preferred_mode(region: Region, limit: Limit) -> str:
     return RECOMPUTE if region.kind == "lm_head" or limit.is_least else SAVE
 
 
-def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
-    """For a region that gains nothing in its preferred mode: a leaner one, if a budget asks."""
-    if limit.is_free or planner.region.returned:
+def _leaner(
+    planner: RegionPlanner, regions: Sequence[Region], limit: Limit
+) -> RegionCandidates | None:
+    """For a region that gains nothing from its preferred mode: what a budget may ask for.
+
+    This is a leaner mode or, if its tokens are too few for that, loops over features.
+    """
+    joint, region = planner.joint, planner.region
+    if limit.is_free or region.returned:
         return None
-    modes = [MIXED] if planner.region.fused else [RECOMPUTE, MIXED]
+    modes = [MIXED] if region.fused else [RECOMPUTE, MIXED]
+    plan = _first_plan(planner, modes)
+    if plan is None and region.axis == TOKENS:
+        others = [other for other in regions if other is not region]
+        along = region_along_features(joint, region, others)
+        if along is not None:
+            planner = RegionPlanner(joint, along, planner.options)
+            plan = _first_plan(planner, [preferred_mode(along, limit)])
+    return None if plan is None else _candidates(planner, plan, limit, for_a_budget=True)
+
+
+def _first_plan(planner: RegionPlanner, modes: Sequence[str]) -> ChunkPlan | None:
     plans = (planner.plan(mode, length=SHORT) for mode in modes)
-    plan = next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
-    if plan is None:
-        return None
-    return _for_a_budget(planner, plan, limit)
-
-
-def _for_few_tokens(
-    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
-) -> RegionCandidates | None:
-    """For a region that gains nothing from its preferred mode: what a budget may ask for."""
-    leaner = _only_for_a_budget(planner, limit)
-    return leaner or _along_features(joint, planner, regions, limit)
-
-
-def _along_features(
-    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
-) -> RegionCandidates | None:
-    """Loops over features for a region of too few tokens, if a budget asks."""
-    if limit.is_free or planner.region.axis != TOKENS or planner.region.returned:
-        return None
-    others = [region for region in regions if region is not planner.region]
-    region = region_along_features(joint, planner.region, others)
-    if region is None:
-        return None
-    other = RegionPlanner(joint, region, planner.options)
-    plan = other.plan(preferred_mode(region, limit), length=SHORT)
-    return _for_a_budget(other, plan, limit) if isinstance(plan, ChunkPlan) else None
-
-
-def _for_a_budget(planner: RegionPlanner, plan: ChunkPlan, limit: Limit) -> RegionCandidates:
-    candidates = _candidates(planner, plan, limit)
-    return dataclasses.replace(candidates, whole_first=candidates.optional)
+    return next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
 
 
 def _candidates(
@@ -205,6 +199,7 @@ def _candidates(
     preferred: ChunkPlan,
     limit: Limit,
     may_recompute: frozenset[str] = frozenset(),
+    for_a_budget: bool = False,
 ) -> RegionCandidates:
     """The preferred plan, and others that need less memory.
 
@@ -213,10 +208,11 @@ def _candidates(
 
     Args:
         may_recompute: names of the matmuls that the preferred plan may compute again.
+        for_a_budget: the region stays whole unless a budget asks for less memory.
     """
     region = planner.region
     first = USUAL if planner.accumulates_as_asked(preferred) else FEW
-    plans = {name_of(preferred.mode, first): preferred}
+    plans = {Mode(preferred.mode, chunks=first): preferred}
     optional = planner.options.chunk_tokens is None and not region.unbounded
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
@@ -227,21 +223,182 @@ def _candidates(
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            plans.setdefault(name_of(mode, length), plan)
-    mixed = plans.get(name_of(MIXED, SHORT))
+            plans.setdefault(Mode(mode, chunks=length), plan)
+    mixed = plans.get(Mode(MIXED, chunks=SHORT))
     if mixed is not None and optional:  # the sums that it spares may be small
         plan = planner.plan(leaner, length=SHORTEST)
         if isinstance(plan, ChunkPlan) and plan.chunk_tokens == mixed.chunk_tokens:
-            plans[name_of(leaner, SHORTEST)] = plan
+            plans[Mode(leaner, chunks=SHORTEST)] = plan
     again = {preferred.mode: may_recompute, **({} if limit.is_free else {leaner: frozenset()})}
     for mode, matmuls in again.items():
-        other = plans.get(name_of(mode, LONG), plans.get(mode))
+        other = plans.get(Mode(mode, chunks=LONG), plans.get(Mode(mode)))
         few = planner.with_16_bit_sums(mode, matmuls, other)
         if few is not None and few not in plans.values():
-            plans[name_of(mode, FEW)] = few
-    # The last member names the region: two heads may begin with the same view.
-    found = RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)
-    if isinstance(planner, CopyPlanner):
-        original = planner.original.region.members[-1][0]
-        return dataclasses.replace(found, original=original, names=planner.names)
-    return found
+            plans[Mode(mode, chunks=FEW)] = few
+    return candidates_of(planner, plans, optional, for_a_budget and optional)
+
+
+def candidates_of(
+    planner: RegionPlanner, plans: Mapping[Mode, ChunkPlan], optional: bool, whole_first: bool
+) -> RegionCandidates:
+    """The candidates of a region; the last member names it: two heads may begin with one view."""
+    last = planner.region.members[-1][0]
+    original = planner.original.region.members[-1][0] if planner.original else ""
+    how = optional, whole_first, original, planner.names
+    return RegionCandidates(last, tuple(plans.items()), *how)
+
+
+# ---- attention and blocks ----------------------------------------------------------------------
+def loops_over_heads(options: Options, limit: Limit) -> bool:
+    """Whether attention may run in loops: where a budget may ask for less memory."""
+    return not limit.is_free and options.chunk in ("auto", "blocks", "heads")
+
+
+def may_have_blocks(joint: JointGraph, options: Options, limit: Limit) -> bool:
+    """Whether blocks may be of use. With a key for each query they need more than loops over heads:
+    all keys, values and their gradients are as large as what such loops hold."""
+    if not loops_over_heads(options, limit) or options.chunk == "heads":
+        return False
+    return options.chunk == "blocks" or any(map(shares_keys, joint.nodes))
+
+
+def all_candidates(
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    with_blocks: bool,
+    runner: PassRunner,
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of all regions."""
+    candidates, rejections = find_candidates(joint, options, limit, runner)
+    if not loops_over_heads(options, limit):
+        return candidates, rejections
+    if with_blocks:
+        with runner.left_out("detection of blocks"):
+            blocks, refused_blocks = block_candidates(joint, options)
+            candidates = _with_blocks(candidates, blocks, alone=options.chunk == "blocks")
+            rejections = [*rejections, *refused_blocks]
+    members = {joint.by_name[name] for candidate in candidates for name in candidate.members}
+    taken = {node for node in members if not ops.is_cheap_view(node)}
+    with runner.left_out("detection of attention"):
+        attention, refused = attention_candidates(joint, options, taken)
+        candidates, rejections = [*candidates, *attention], [*rejections, *refused]
+    return candidates, rejections
+
+
+def block_candidates(
+    joint: JointGraph, options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of every block, and what was refused. Changes nothing."""
+    blocks, rejections = detect_blocks(joint, find_regions(joint)[0])
+    candidates = []
+    for block in blocks:
+        planner = RegionPlanner(joint, block, options)
+        plans, refused = _plans(planner, {length: length for length in (USUAL, SHORT)}, True)
+        rejections += refused
+        if plans:
+            optional = not block.unbounded
+            candidates.append(candidates_of(planner, plans, optional, optional))
+    return candidates, [*dict.fromkeys(rejections)]
+
+
+def _plans(
+    planner: RegionPlanner, lengths: Mapping[str, str | int], wide: bool = False
+) -> tuple[dict[Mode, ChunkPlan], list[Rejection]]:
+    """The plans in which attention's results are kept, and those in which they are not.
+
+    Args:
+        lengths: of chunks, or their number, each with what the mode says of it.
+    """
+    members = (planner.joint.by_name[name] for name, _ in planner.region.members)
+    products = frozenset(node.name for node in members if ops.is_matmul(node))
+    plans: dict[Mode, ChunkPlan] = {}
+    refused = []
+    for mode, (text, length) in itertools.product((SAVE, RECOMPUTE), lengths.items()):
+        plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
+        if isinstance(plan, Rejection):
+            refused.append(plan)
+        elif plan not in plans.values():
+            plans[Mode(plan.mode, wide=wide, chunks=text)] = plan
+    return plans, refused
+
+
+def _with_equal_chunks(
+    planner: RegionPlanner, plan: ChunkPlan | Rejection
+) -> ChunkPlan | Rejection:
+    """The plan of a block, unless attention with a mask would have rows in two chunks.
+
+    Its kernels would add up the gradients of keys and values by such rows twice.
+    """
+    if isinstance(plan, Rejection) or plan.symbolic or plan.num_tokens % plan.chunk_tokens == 0:
+        return plan
+    if all(mask_of(planner.joint.by_name[name]) is None for name, _ in plan.members):
+        return plan
+    what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
+    reason = DIVIDING_CHUNKS(f"{what}, which attention with a mask needs")
+    return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
+
+
+def _with_blocks(
+    candidates: Sequence[RegionCandidates], blocks: Sequence[RegionCandidates], alone: bool
+) -> list[RegionCandidates]:
+    """The candidates with those of blocks in the place of their MLPs', or beside them."""
+    found = []
+    inside: set[str] = set()
+    for block in blocks:
+        computed = _computed_in(block)
+        mlps = [c for c in candidates if not computed.isdisjoint(_computed_in(c))]
+        inside |= computed
+        if len(mlps) == 1 and not alone:
+            (mlp,) = mlps
+            block = dataclasses.replace(mlp, plans=(*mlp.plans, *block.plans))
+        found.append(block)
+    return [*(c for c in candidates if inside.isdisjoint(_computed_in(c))), *found]
+
+
+def _computed_in(candidate: RegionCandidates) -> set[str]:
+    """The names of the members that belong to a region alone."""
+    return {name for name, spec in candidate.members.items() if spec != WHOLE}
+
+
+def attention_candidates(
+    joint: JointGraph, options: Options, taken: Set[fx.Node] = frozenset()
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of every attention, and what was refused. Changes nothing.
+
+    Args:
+        taken: members of other regions.
+    """
+    regions, rejections = detect_attention(joint, taken)
+    masked, of_masks = detect_masked_attention(joint, taken)
+    candidates: list[RegionCandidates] = []
+    rejections += of_masks
+    for region, planner in planners_of(joint, [*regions, *masked], options).items():
+        what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
+        plans, refused = _plans(planner, {f"{count} {what}": count for count in _counts(region)})
+        rejections += refused
+        if not plans:
+            continue
+        found = candidates_of(planner, plans, optional=True, whole_first=True)
+        others = [c for c in candidates if _share_attention(joint, c, found)]
+        if not others:
+            candidates.append(found)
+        elif others[0].plans[0][1].bytes_before < found.plans[0][1].bytes_before:
+            candidates[candidates.index(others[0])] = found
+    return candidates, rejections
+
+
+def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:
+    """Whether two regions hold the same attention."""
+    return any(is_attention(joint.by_name[name]) for name in a.members.keys() & b.members.keys())
+
+
+def _counts(region: Region) -> list[int]:
+    """The numbers of groups of heads; or of chunks of rows, all of one length, which is of whole
+    blocks of the kernels."""
+    total = region.num_tokens
+    if region.axis == HEADS:
+        return [count for count in _GROUPS if total % count == 0] or [total]
+    divisors = [n for n in range(_BLOCK, total // 2 + 1, _BLOCK) if total % n == 0]
+    lengths = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
+    return sorted(total // length for length in lengths if length is not None)

@@ -36,9 +36,9 @@ import math
 
 from mstpass.graph.advice import MORE_ROWS, SMALLER_CHUNKS
 from mstpass.graph.axes import FEATURES, QUERIES
-from mstpass.graph.device_costs import GOOD, Costs, costs_of
-from mstpass.graph.joint import nbytes, tensors_of
-from mstpass.graph.loop_work import LoopWork, head_loop_work
+from mstpass.graph.device_costs import GOOD, Costs
+from mstpass.graph.joint import nbytes
+from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
@@ -47,9 +47,10 @@ from mstpass.loops.sections import Sections
 from mstpass.options import Options
 from mstpass.plans import MOST_CHUNKS_IN_16_BITS, Chunks
 
-USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
-FEW = "few"  # chunks, for sums in 16 bits
-SHORTEST = "shortest"  # chunks, for loops whose sums are small
+# What tells modes of one kind apart (``Mode.chunks``)
+USUAL, SHORT, LONG = "", "short chunks", "long chunks"
+FEW = "16-bit sums"  # in few chunks
+SHORTEST = "shortest chunks"  # for loops whose sums are small
 _LONG = 1.01
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,
@@ -67,20 +68,45 @@ _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, r
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
-def chunk_length(
+def chunks_of(
+    facts: RegionFacts,
+    loops: RegionLoops,
+    sections: Sections | None,
+    options: Options,
+    length: str | int,
+) -> Chunks | Refusal:
+    """The chunks of a region's loops, or why there are no two of them.
+
+    Args:
+        sections: the backward loop of mixed mode.
+        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
+            ``SHORTEST``, as short as before sections. A number of equal chunks is given as it is.
+    """
+    region = facts.region
+    axis, total = region.axis, region.num_tokens
+    if isinstance(length, int):
+        return Chunks(axis, total, total // length, length)
+    if axis == FEATURES:
+        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
+        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
+        bytes_of = loops.buffered_bytes, loops.stacked_bytes
+        work = facts.work_of(loops.loops)
+        return _sections(facts, options, tokens, work, total, *bytes_of, length == SHORT)
+    tokens_of_chunk = _chunk_length(facts, loops, sections, options, length)
+    if isinstance(tokens_of_chunk, Refusal):
+        return tokens_of_chunk
+    count = math.ceil(total / tokens_of_chunk)
+    return Chunks(axis, total, tokens_of_chunk, count, region.symbolic)
+
+
+def _chunk_length(
     facts: RegionFacts,
     loops: RegionLoops,
     sections: Sections | None,
     options: Options,
     length: str,
 ) -> int | Refusal:
-    """Tokens in a chunk, or why the region's tokens do not make two chunks.
-
-    Args:
-        sections: the backward loop of mixed mode.
-        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
-            ``SHORTEST``, as short as before sections.
-    """
+    """Tokens in a chunk."""
     tokens, unbounded = facts.region.num_tokens, facts.region.unbounded
     given = options.chunk_tokens
     if given is not None:
@@ -90,8 +116,7 @@ def chunk_length(
         if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
             return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
         return given
-    device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs, work = costs_of(device), facts.work_of(loops.loops)
+    costs, work = facts.costs, facts.work_of(loops.loops)
     if unbounded:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)
@@ -104,7 +129,7 @@ def chunk_length(
     if tokens < 2 * fewest:
         reason = (
             f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
-            f"slow down matrix products on {device.type}"
+            f"slow down matrix products on {facts.device.type}"
         )
         return Refusal(MORE_ROWS(reason))
     if length == FEW:
@@ -123,58 +148,43 @@ def chunk_length(
 
 
 def chunks_of_sections(
-    facts: RegionFacts, sections: Sections, options: Options, length: str
-) -> Chunks:
+    facts: RegionFacts, sections: Sections, options: Options, may_be_short: bool
+) -> Chunks | Refusal:
     """The sections of the backward loop of mixed mode.
 
-    If the user gives ``chunk_tokens``, there are as many sections as chunks of so many tokens.
-
     Args:
-        length: ``USUAL``; or ``SHORT``, if shorter sections save memory that counts.
+        may_be_short: they are shorter if that saves memory that counts.
     """
     joint, total, loop = facts.joint, sections.count, sections.loop
-    if options.chunk_tokens is not None:
-        count = math.ceil(facts.region.num_tokens / options.chunk_tokens)
-        return _sections(total, math.ceil(total / count))
     members = {joint.by_name[n]: spec for n, spec in zip(loop.members, loop.specs, strict=True)}
-    work = head_loop_work(joint, members, total)
+    work = loop_work(joint, members, FEATURES, total)
     wide_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n))
     kept_bytes = sum(map(nbytes, sections.gradients))
-    return _sections(total, _section_length(facts, work, total, wide_bytes, kept_bytes, length))
+    tokens = facts.region.num_tokens
+    return _sections(facts, options, tokens, work, total, wide_bytes, kept_bytes, may_be_short)
 
 
-def chunks_of_features(
-    facts: RegionFacts, loops: RegionLoops, options: Options, length: str
-) -> Chunks:
-    """The sections of a region all of whose loops run over features.
-
-    ``chunk_tokens`` says how many features of all tokens a section holds, by their elements.
-    """
-    total = facts.region.num_tokens
-    if options.chunk_tokens is not None:
-        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
-        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
-        count = math.ceil(tokens / options.chunk_tokens)
-        return _sections(total, math.ceil(total / count))
-    bytes_of = loops.buffered_bytes, loops.stacked_bytes
-    return _sections(total, _section_length(facts, facts.work, total, *bytes_of, length))
-
-
-def _sections(total: int, length: int) -> Chunks:
-    return Chunks(FEATURES, total, length, -(-total // length))
-
-
-def _section_length(
-    facts: RegionFacts, work: LoopWork, total: int, wide_bytes: int, kept_bytes: int, length: str
-) -> int:
-    """The fewest features in a section that take a tolerable time.
+def _sections(
+    facts: RegionFacts,
+    options: Options,
+    tokens: int,
+    work: LoopWork,
+    total: int,
+    wide_bytes: int,
+    kept_bytes: int,
+    may_be_short: bool,
+) -> Chunks | Refusal:
+    """Sections of ``total`` features: the fewest in one that take a tolerable time; or, if
+    ``chunk_tokens`` is given, as many as have the elements of these in all features.
 
     Args:
         wide_bytes: size of the values of all sections.
         kept_bytes: size of what exists beside a section in any case.
     """
-    device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs, per_feature = costs_of(device), work.tokens // total
+    if options.chunk_tokens is not None:
+        features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
+        return _of_features(total, features)
+    costs, per_feature = facts.costs, work.tokens // total
     one_piece_us = costs.whole_us(work)
 
     def loop_us(features: int) -> float:
@@ -190,12 +200,18 @@ def _section_length(
         )
 
     features = shortest(_SECTIONS[USUAL])
-    if length == SHORT:
+    if may_be_short:
         shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
         saved_bytes = feature_bytes * (features - shorter)
         if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
-            return shorter
-    return features
+            features = shorter
+    return _of_features(total, features)
+
+
+def _of_features(total: int, length: int) -> Chunks | Refusal:
+    if length >= total:
+        return Refusal(f"{total} features are too few for several sections")
+    return Chunks(FEATURES, total, length, -(-total // length))
 
 
 def _rows(tokens: int, num_chunks: int, grain: int) -> int:

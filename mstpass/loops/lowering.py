@@ -174,12 +174,15 @@ class _Lowering:
         """
         if expression(node.meta["val"].storage_offset()) == 0:
             return node
-        return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._copied(node)
 
     def _own(self, call: fx.Node, node: fx.Node) -> fx.Node:
         """The value, if the loop may write over it; else a copy."""
         if is_last_reader(call, node) and expression(node.meta["val"].storage_offset()) == 0:
             return node
+        return self._copied(node)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
         return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def _written(self, node: fx.Node) -> fx.Node:

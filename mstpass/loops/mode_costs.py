@@ -12,34 +12,33 @@ A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mstpass.graph.attention import is_attention
 from mstpass.graph.attention_work import attention_work
-from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
+from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.host_rows import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.loop_work import head_loop_work, loop_work
+from mstpass.graph.loop_work import loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic
 from mstpass.graph.traffic import moved_bytes
-from mstpass.loops.body.build import build_body, is_literal
+from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.copies import is_copy
 from mstpass.loops.operand_layout import is_copied
+from mstpass.loops.plan_region import renamed_plan
+from mstpass.loops.write_loop import operands_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
-from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
-from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
-from mstpass.regions.blocks import KIND as BLOCK
+from mstpass.plans import LoopOutput, LoopPlan
+from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name, renamed
 
-WHOLE = "whole"  # the mode without loops
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
 
 
@@ -59,9 +58,13 @@ def region_modes(
     known: dict[str, tuple[RegionCandidates, RegionModes]] = {}
     for region in candidates:
         if region.original in known and _is_copy(region, known[region.original][0]):
-            found.append(known[region.original][1].renamed(region.name_in_copy))
+            name_of = functools.partial(_new_name, region.names)
+            found.append(renamed(known[region.original][1], name_of))
             continue
-        modes = [Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans]
+        modes = [
+            dataclasses.replace(m, loops=tuple(map(loops.of, plan.loops)))
+            for m, plan in region.plans
+        ]
         others = modes if region.optional else []
         kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
         first = [Mode(WHOLE)] if region.whole_first else []
@@ -71,12 +74,16 @@ def region_modes(
     return tuple(found)
 
 
+def _new_name(names: Mapping[str, str], name: str) -> str:
+    return names.get(name, name)
+
+
 def _is_copy(region: RegionCandidates, original: RegionCandidates) -> bool:
     """Whether a region has the same ways to run as the one that it is equal to."""
     ways = (original.optional, original.whole_first, len(original.plans))
     return ways == (region.optional, region.whole_first, len(region.plans)) and all(
-        name == other and is_copy(plan, region.names, copy)
-        for (name, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
+        mode == other and renamed_plan(plan, region.names, copy.source) == copy
+        for (mode, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
     )
 
 
@@ -113,33 +120,23 @@ def _costs(mode: Mode) -> tuple[int, int, float]:
     return held_bytes(mode), returned_bytes(mode), sum(loop.us for loop in mode.loops)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """The peak of one chunk, and ``narrow`` as of ``Loop``."""
-
-    peak_bytes: int
-    narrow: tuple[str, ...]
-
-
 class _Loops:
     """Turns the loops of chunk plans into plain data; loops that are alike are simulated once."""
 
     def __init__(self, joint: JointGraph):
         self.joint = joint
-        self.chunks: dict[str, _Chunk] = {}  # by the loop's ``body_key``
+        self.chunks: dict[str, tuple[int, tuple[str, ...]]] = {}  # by the loop's ``body_key``
 
-    def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
-        return tuple(map(self._loop, plan.loops))
-
-    def _loop(self, loop: LoopPlan) -> Loop:
+    def of(self, loop: LoopPlan) -> Loop:
+        chunk_bytes, narrow = self._chunk(loop)
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
-            needs=self._needs(loop),
+            needs=tuple(n.name for n in operands_of(self.joint, loop) if n.op != "get_attr"),
             results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
-            inner_bytes=self._chunk(loop).peak_bytes + self._copied_bytes(loop),
+            inner_bytes=chunk_bytes + self._copied_bytes(loop),
             us=self._time_us(loop),
-            narrow=self._chunk(loop).narrow,
+            narrow=narrow,
             in_rows=self._in_rows(loop),
         )
 
@@ -158,20 +155,6 @@ class _Loops:
                     found[item.node] = bytes_of_rows(node, cut.total, cut.length)
         return tuple(found.items())
 
-    def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
-        """The inputs; in place of nodes of the prelude, those that the prelude reads.
-
-        Literals are in the loop's body.
-        """
-        prelude = set(loop.prelude)
-        inputs = (item for item in loop.inputs if item.node not in prelude)
-        node = self.joint.by_name
-        needs = [i.node for i in inputs if i.spec or not is_literal(node[i.node])]
-        for name in loop.prelude:
-            operands = self.joint.by_name[name].all_input_nodes
-            needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
-        return tuple(n for n in dict.fromkeys(needs) if self.joint.by_name[n].op != "get_attr")
-
     def _copied_bytes(self, loop: LoopPlan) -> int:
         """Size of the sliced inputs that are copied first, because no view of them is ``[N, ...]``.
 
@@ -186,15 +169,15 @@ class _Loops:
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
-    def _chunk(self, loop: LoopPlan) -> _Chunk:
-        """One chunk. Loops that do the same on the same shapes share the answer."""
+    def _chunk(self, loop: LoopPlan) -> tuple[int, tuple[str, ...]]:
+        """The peak of one chunk, and ``Loop.narrow``; the same for equal loops on equal shapes."""
         key = body_key(self.joint, loop, in_order=False)
         if key not in self.chunks:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
             parts = build_body(self.joint, loop, builder)
             narrow = tuple(map(str, narrow_calls([graph])))
-            self.chunks[key] = _Chunk(body_bytes(graph, parts), narrow)
+            self.chunks[key] = body_bytes(graph, parts), narrow
         return self.chunks[key]
 
     def _time_us(self, loop: LoopPlan) -> float:
@@ -202,18 +185,10 @@ class _Loops:
         pairs = zip(loop.members, loop.specs, strict=True)
         members = {self.joint.by_name[name]: spec for name, spec in pairs}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
-        if chunks.axis in ALONG_A_DIM:
-            work = head_loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
-            rows = work.tokens // chunks.total * chunks.length
-            attention_us = sum(self._group_us(n, chunks.count) for n in members)
-            return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
-        attention_us = 0.0
-        if chunks.axis == QUERIES:
-            attention_us = sum(self._group_us(n, chunks.count) for n in members)
-            members = {n: spec for n, spec in members.items() if not is_attention(n)}
-        work = loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
-        us = costs_of(device).loop_us(work, chunks.length)
-        return us + chunks.count * attention_us
+        work = loop_work(self.joint, members, chunks.axis, chunks.total, loop.least_sum_bytes)
+        rows = work.tokens // chunks.total * chunks.length
+        attention_us = sum(self._group_us(n, chunks.count) for n in members)
+        return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
 
     def _group_us(self, node: fx.Node, num_groups: int) -> float:
         """The time of attention for one group of heads, or of queries; 0 for other nodes."""

@@ -11,8 +11,9 @@ Terms:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,16 +21,42 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention, is_product
 from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
+from mstpass.graph.collectives import collectives_of, is_collective
+from mstpass.graph.device_costs import Costs, costs_of
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
-from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
+from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.row_sums import ExponentialSum, exponential_sum
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
-from mstpass.loops.rounds import early_outputs, handed_on, rounds
-from mstpass.plans import LoopPlan, Region
+from mstpass.plans import LoopInput, LoopOutput, LoopPlan, Region
+from mstpass.regions.masked_attention import KIND as MASKED
+from mstpass.walk import walk_once
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+Members = Mapping[fx.Node, Spec | None]
+Reads = Callable[[fx.Node], Mapping[fx.Node, Spec | None]]  # a member -> how it reads operands
+
+
+def loop_plan(
+    joint: JointGraph,
+    phase: str,
+    specs: Mapping[fx.Node, Spec | None],
+    inputs: Iterable[tuple[fx.Node, Spec]],
+    outputs: Iterable[LoopOutput],
+    **how: Any,
+) -> LoopPlan:
+    """A loop of these members, with their specs, and of these inputs, all in the graph's order."""
+    members = joint.sorted(specs)
+    ordered = sorted(inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
+    return LoopPlan(
+        phase=phase,
+        members=tuple(node.name for node in members),
+        specs=tuple(specs[node] for node in members),
+        inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
+        outputs=tuple(outputs),
+        **how,
+    )
 
 
 class RegionFacts:
@@ -41,14 +68,15 @@ class RegionFacts:
         outputs: members that nodes outside the region read.
         backward: members that belong to the backward.
         exponentials: the sums of exponentials over tokens whose maximum the loop finds as well.
-        rounds: which of several loops of its phase computes each member (loops/rounds.py).
+        rounds: which of several loops of its phase computes each member (see *rounds* below).
         early: the outputs that a later round, or a collective, waits for. Where attention ends
             rounds, no loop computes what another one has: all outputs are.
         handed_on: of such a region, what a loop of the backward returns for later ones.
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only products' results count, as
             Inductor writes a result's gradient into the result's own buffer; if the step returns
-            the result, it cannot, and all buffered values count.
+            the result, it cannot, and all buffered values count. Of attention with a mask that is
+            computed it is the mask's, or that of another value of its size.
     """
 
     def __init__(self, joint: JointGraph, region: Region):
@@ -62,7 +90,10 @@ class RegionFacts:
         self.buffered = [node for node in self.specs if self._is_buffered(node)]
         products = [node for node in self.buffered if is_product(node)]
         self.bytes_before = sum(map(nbytes, self.buffered if region.returned else products))
+        if region.axis == QUERIES and region.kind == MASKED:
+            self.bytes_before = max(nbytes(node) for node in self.specs if not is_product(node))
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec | None]] = {}
+        self._work: dict[frozenset[str], LoopWork] = {}  # by members
         self.exponentials = self._find_exponentials()
         self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
         self.early = early_outputs(joint, self.specs, self.operand_specs)
@@ -83,24 +114,23 @@ class RegionFacts:
         }
 
     @cached_property
-    def work(self) -> LoopWork:
-        """What all members compute (graph/loop_work.py)."""
-        return self._work_of(self.specs)
+    def device(self) -> torch.device:
+        """The device that the loops run on."""
+        return next(tensors_of(self.joint.by_name[self.region.name].meta["val"])).device
 
-    def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
-        """What these loops over tokens compute."""
-        loops = list(loops)
-        names = {name for loop in loops for name in loop.members}
-        members = {node: spec for node, spec in self.specs.items() if node.name in names}
-        is_all = members.keys() == self.specs.keys()
-        work = self.work if is_all else self._work_of(members)
-        return work.summed_in(max(loop.least_sum_bytes for loop in loops))
+    @property
+    def costs(self) -> Costs:
+        """What work costs there."""
+        return costs_of(self.device)
 
-    def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
-        of_axis = head_loop_work if self.region.axis in ALONG_A_DIM else loop_work
-        if self.region.axis == QUERIES:  # attention of all chunks takes as long as of all tokens
-            members = {node: spec for node, spec in members.items() if not is_attention(node)}
-        return of_axis(self.joint, members, self.region.num_tokens)
+    def work_of(self, loops: Sequence[LoopPlan]) -> LoopWork:
+        """What these loops compute (graph/loop_work.py)."""
+        names = frozenset(name for loop in loops for name in loop.members)
+        if names not in self._work:
+            members = {node: spec for node, spec in self.specs.items() if node.name in names}
+            cut = self.region.axis, self.region.num_tokens
+            self._work[names] = loop_work(self.joint, members, *cut)
+        return self._work[names].summed_in(max(loop.least_sum_bytes for loop in loops))
 
     @cached_property
     def _generic_tokens(self) -> int:
@@ -147,3 +177,148 @@ class RegionFacts:
             if source:
                 return dict(self.axis.sum_operands(node, operand, source))
         return dict.fromkeys(tensor_inputs(node))  # a sum of sums
+
+
+# ---- rounds ------------------------------------------------------------------------------------
+# Which loop of a region computes what, where a loop has to end before the next one can begin.
+#
+# A head whose vocabulary is sharded needs numbers of all ranks for each token, such as the
+# maximum of the logits. A loop does not run collectives (graph/collectives.py). A contrastive
+# loss needs, for each column of the logits, the maximum and the sum of all tokens' exponentials.
+# No chunk knows them. So the loss is several *rounds*, each a loop over all tokens::
+#
+#     round 0:       logits of a chunk -> its rows' maximum and sum, its part of the columns' ones
+#     in between:    the maximum and the sum of all ranks; the columns' logarithms of sums
+#     round 1:       logits of the chunk again -> losses and gradients
+#
+# A member's round is the largest number of times that a path to it from the region's products
+# leaves the loops: to a node outside, or because a member needs a value *complete*: one that is
+# reduced over all tokens, or that it reads in another way than chunk by chunk, as attention reads
+# keys and values, and as what is computed token by token from their gradients reads these. A sum
+# of exponentials and its maximum are found in one round (graph/row_sums.py).
+#
+# An output that a later round or a collective waits for is returned by the loop of its own round,
+# so that a collective runs no later than in the graph without loops. All others are left to the
+# last round of their phase, which computes what they are made of in any case.
+#
+# The rounds of the backward are counted anew, as they follow all of the forward. Those of a fused
+# region, whose backward runs in the last round of the forward, are counted on.
+def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> dict[fx.Node, int]:
+    """The round of each member, from 0 on.
+
+    Args:
+        members: with None for values that are reduced over all tokens.
+        reads: operands and their specs; None where only a chunk's part of a reduction is read.
+    """
+    found = dict.fromkeys(members, 0)
+    if not _may_have_rounds(joint, members, reads):
+        return found
+    inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
+    outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them
+    last = max(map(joint.index.__getitem__, found), default=-1)
+    for node in joint.nodes[: last + 1]:
+        in_backward = node in joint.backward
+        if in_backward and node not in found and fused:
+            continue
+        before = []
+        for n, spec in _operands(node, members, reads):
+            if (n in joint.backward) != in_backward and not fused:
+                continue
+            if n in inside:
+                is_complete = node not in found or _is_complete(members[n], spec)
+                before.append(inside[n] + is_complete)
+            elif n in outside:
+                before.append(outside[n])
+        if node in found and (before or in_backward or ops.is_matmul(node)):
+            inside[node] = found[node] = max(before, default=0)
+        elif node not in found and before:
+            outside[node] = max(before)
+    return found
+
+
+def _is_complete(held: Spec | None, read: Spec | None) -> bool:
+    """Whether a member is read by all chunks' results; of a reduction, a chunk's part is not."""
+    return read is not None and read != held
+
+
+def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.Node, Spec | None]]:
+    if node in members:
+        return list(reads(node).items())
+    return [(operand, ()) for operand in node.all_input_nodes]
+
+
+def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
+    """Whether a collective, or what members need complete, may come between members."""
+    if joint.cached(collectives_of) or complete_operands(members, reads):
+        return True
+    last = max(map(joint.index.__getitem__, members), default=-1)
+    backward = joint.backward
+    readers = lambda node: [n for n in node.users if (n in backward) == (node in backward)]
+    outside = lambda node: [n for n in readers(node) if n not in members and joint.index[n] < last]
+    between = walk_once((node for node, spec in members.items() if spec is None), outside)
+    return any(n in members for node in between if node not in members for n in readers(node))
+
+
+def complete_operands(members: Members, reads: Reads) -> set[fx.Node]:
+    """The members that other members read complete."""
+    has_attention = any(map(is_attention, members))  # else what is read in two roles is no result
+    candidates = {n for n, spec in members.items() if spec is None or has_attention}
+    readers = {user for node in candidates for user in node.users if user in members}
+    return {
+        operand
+        for reader in readers
+        for operand, spec in reads(reader).items()
+        if operand in candidates and _is_complete(members[operand], spec)
+    }
+
+
+def handed_on(
+    numbers: Mapping[fx.Node, int], members: Members, reads: Reads, backward: Set[fx.Node]
+) -> set[fx.Node]:
+    """The members of the backward that a later round of it reads chunk by chunk.
+
+    To compute them again would be to compute attention's backward again.
+    """
+    return {
+        operand
+        for node in backward
+        for operand, spec in reads(node).items()
+        if operand in backward and numbers[operand] < numbers[node] and spec == members[operand]
+    }
+
+
+def early_outputs(joint: JointGraph, members: Members, reads: Reads) -> set[fx.Node]:
+    """The members whose values are needed, outside of loops, before the last round of their phase.
+
+    Another round of the phase or a collective waits for them.
+    """
+    if not _may_have_rounds(joint, members, reads):
+        return set()
+    early = complete_operands(members, reads)
+    waits: set[fx.Node] = set()  # nodes outside whose values are waited for
+    for node in reversed(joint.nodes):
+        in_backward = node in joint.backward
+        if any(
+            (user in members or user in waits or is_collective(user))
+            and (user in joint.backward) == in_backward
+            for user in node.users
+            if node not in members or user not in members
+        ):
+            (early if node in members else waits).add(node)
+    return early
+
+
+def outputs_by_round(
+    numbers: Mapping[fx.Node, int], outputs: list[fx.Node], early: Set[fx.Node]
+) -> list[list[fx.Node]]:
+    """The outputs of each round, without rounds that have none.
+
+    Args:
+        numbers: the rounds of the members that the loops of one phase compute.
+        early: the result of ``early_outputs``.
+    """
+    last = max(numbers.values(), default=0)
+    by_round: list[list[fx.Node]] = [[] for _ in range(last + 1)]
+    for node in outputs:
+        by_round[numbers[node] if node in early else last].append(node)
+    return [nodes for nodes in by_round if nodes]

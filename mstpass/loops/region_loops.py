@@ -4,10 +4,11 @@
     mixed:      the forward loops of one of the others, without what backward needs, and a backward
                 loop over sections of the features (sections.py)
     recompute:  a forward loop, and a backward loop that computes the forward again from its inputs
-    save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
+    save:       the same, but the forward loop also returns the values of loops/region_loops.py,
                 stacked over chunks, and the backward loop reads them
 
-Where a value needs what is complete only after a loop, its phase is several loops (rounds.py).
+Where a value needs what is complete only after a loop, its phase is several loops: *rounds*
+(region_facts.py).
 
 A loop's members are found from its outputs backwards: an operand in the same token dims is computed
 in the loop as well, every other operand is an input of the loop.
@@ -16,21 +17,33 @@ in the loop as well, every other operand is an input of the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import is_attention
+from mstpass.graph.attention import is_attention, is_attention_item, is_product
 from mstpass.graph.axes import QUERIES, TOKENS
-from mstpass.graph.joint import nbytes
+from mstpass.graph.checkpoint_policies import tag_of
+from mstpass.graph.joint import nbytes, numel, value_of
+from mstpass.graph.sizes import same_shape
 from mstpass.graph.tokens import WHOLE, Spec
-from mstpass.loops.region_facts import RegionFacts
-from mstpass.loops.results_over_operands import with_results_over_operands
-from mstpass.loops.rounds import outputs_by_round
+from mstpass.loops.operand_layout import is_copied
+from mstpass.loops.region_facts import RegionFacts, loop_plan, outputs_by_round
 from mstpass.loops.sections import Sections
-from mstpass.loops.values_to_save import values_to_save
-from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.plans import LoopInput, LoopOutput, LoopPlan
+from mstpass.problem.problem import (
+    FUSED,
+    MIXED,
+    MUST_SAVE,
+    RECOMPUTE,
+    RECOMPUTED,
+    SAVE,
+    CutProblem,
+    Value,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +87,21 @@ def region_loops(
     """
     saved: list[fx.Node] = []
     if mode == FUSED:
-        loops = _fused_loops(facts)
+        loops = _loops_in_forward(facts, facts.outputs)
     elif mode == MIXED:
         assert sections is not None, "the sections are known"
-        loops = _forward_loops_of_mixed(facts, sections)
+        apart = sections.gradients if facts.region.fused else facts.backward
+        others = [node for node in facts.outputs if node not in apart]
+        loops = _loops_in_forward(facts, _unique(others, sections.per_token))
     else:
         every = frozenset(node.name for node in facts.specs)
         saved = values_to_save(facts, may_recompute if mode == SAVE else every)
         mode = SAVE if saved else RECOMPUTE
-        loops = _forward_and_backward_loop(facts, saved)
+        forward = [node for node in facts.outputs if node not in facts.backward]
+        loops = _loops_in_forward(facts, _unique(forward, saved))
+        loops += _loops_in_backward(facts, saved)
+        if facts.region.axis == QUERIES:
+            loops = with_results_over_operands(facts, loops)
     buffered_bytes = max(
         sum(nbytes(node) for node in facts.buffered if node.name in loop.members) for loop in loops
     )
@@ -99,57 +118,32 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
     return sum(0 if returns_wide and facts.is_wide(node) else nbytes(node) for node in nodes)
 
 
-def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
-    return _loops_in_forward(facts, facts.outputs)
-
-
-def _forward_loops_of_mixed(facts: RegionFacts, sections: Sections) -> list[LoopPlan]:
-    apart = sections.gradients if facts.region.fused else facts.backward
-    others = [node for node in facts.outputs if node not in apart]
-    return _loops_in_forward(facts, _unique(others, sections.per_token))
-
-
 def _loops_in_forward(facts: RegionFacts, outputs: list[fx.Node]) -> list[LoopPlan]:
     """The rounds that compute these outputs; the last one has gradients, of a fused region."""
     region = facts.region
     early = _with_free_outputs(facts, facts.early - facts.backward)
     numbers = {n: k for n, k in facts.rounds.items() if region.fused or n not in facts.backward}
-    *earlier, last = outputs_by_round(numbers, outputs, early)
-    return [
-        *(_loop(facts, "forward", of_round, set()) for of_round in earlier),
-        _loop(facts, "forward", last, set(), region.unit, region.prelude),
-    ]
+    by_round = outputs_by_round(numbers, outputs, early)
+    loops = [_loop(facts, "forward", of_round, set()) for of_round in by_round[:-1]]
+    unit, prelude = region.unit, region.prelude
+    return loops + [_loop(facts, "forward", last, set(), unit, prelude) for last in by_round[-1:]]
+
+
+def _loops_in_backward(facts: RegionFacts, saved: Iterable[fx.Node]) -> list[LoopPlan]:
+    """The rounds that compute the gradients; each reads what those before return for it."""
+    numbers = {n: k for n, k in facts.rounds.items() if n in facts.backward}
+    gradients = [node for node in facts.outputs if node in facts.backward]
+    outputs = _unique(gradients, facts.joint.sorted(facts.handed_on))
+    loops = []
+    for of_round in outputs_by_round(numbers, outputs, facts.early | facts.handed_on):
+        number = max(map(numbers.__getitem__, of_round))
+        before = {node for node in facts.handed_on if numbers[node] < number}
+        loops.append(_loop(facts, "backward", of_round, {*saved, *before}))
+    return loops
 
 
 def _unique(outputs: Iterable[fx.Node], more: Iterable[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys((*outputs, *more)))
-
-
-def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list[LoopPlan]:
-    forward = [node for node in facts.outputs if node not in facts.backward]
-    backward = [node for node in facts.outputs if node in facts.backward]
-    more = [node for node in saved if node not in forward]
-    of_forward = {n: k for n, k in facts.rounds.items() if n not in facts.backward}
-    of_backward = {n: k for n, k in facts.rounds.items() if n in facts.backward}
-    early = _with_free_outputs(facts, facts.early) | facts.handed_on
-    returned = _unique(backward, facts.joint.sorted(facts.handed_on))
-    loops = [
-        *(
-            _loop(facts, "forward", outputs, set())
-            for outputs in outputs_by_round(of_forward, [*forward, *more], early)
-        ),
-        *(
-            _loop(facts, "backward", outputs, {*saved, *_handed_on_to(facts, outputs)})
-            for outputs in outputs_by_round(of_backward, returned, early)
-        ),
-    ]
-    return with_results_over_operands(facts, loops) if facts.region.axis == QUERIES else loops
-
-
-def _handed_on_to(facts: RegionFacts, outputs: list[fx.Node]) -> set[fx.Node]:
-    """What earlier loops of the backward return for the loop of these outputs."""
-    number = max(facts.rounds[node] for node in outputs)
-    return {node for node in facts.handed_on if facts.rounds[node] < number}
 
 
 def _with_free_outputs(facts: RegionFacts, early: Set[fx.Node]) -> Set[fx.Node]:
@@ -179,19 +173,10 @@ def _loop(
     prelude: tuple[str, ...] = (),
 ) -> LoopPlan:
     """The loop that computes these outputs; it reads saved values instead of computing them."""
-    joint, specs = facts.joint, facts.specs
     members, inputs = _members_and_inputs(facts, outputs, saved, unit)
-    ordered = sorted(inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
-    in_order = joint.sorted(members)
-    return LoopPlan(
-        phase=phase,
-        members=tuple(node.name for node in in_order),
-        specs=tuple(specs[node] for node in in_order),
-        inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
-        outputs=tuple(_output(facts, node, unit) for node in joint.sorted(outputs)),
-        unit=unit,
-        prelude=prelude,
-    )
+    specs = {node: facts.specs[node] for node in members}
+    returned = (_output(facts, node, unit) for node in facts.joint.sorted(outputs))
+    return loop_plan(facts.joint, phase, specs, inputs, returned, unit=unit, prelude=prelude)
 
 
 def _output(facts: RegionFacts, node: fx.Node, unit: str | None) -> LoopOutput:
@@ -232,3 +217,94 @@ def _members_and_inputs(
             crossing = {n for a in members if is_attention(a) for n in (a, *a.all_input_nodes)}
         inputs.update((size, WHOLE) for size in facts.joint.inputs_with_symbols_of(crossing))
     return members, inputs
+
+
+# ---- values to save ----------------------------------------------------------------------------
+# Which values of a region's forward its backward loop reads from memory: a minimum s-t cut.
+#
+# From the saved values and the region's inputs, the backward must be able to compute every forward
+# value that it reads, without a product other than those that it may compute again. Of all sets of
+# values that allow this, the cut is the one of the fewest bytes.
+def values_to_save(facts: RegionFacts, may_recompute: Set[str]) -> list[fx.Node]:
+    """The values to save, in the graph's order.
+
+    Args:
+        may_recompute: names of the products that the backward may compute again. The user's
+            checkpointing comes first: what it recomputes is never saved, what it saves is never
+            recomputed.
+    """
+    forward = [node for node in facts.joint.sorted(facts.specs) if node not in facts.backward]
+    names = {node.name for node in forward}
+    values = [_value(facts, node, names, may_recompute) for node in forward]
+    saved = min_cut(CutProblem(tuple(values)))
+    return [node for node in forward if node.name in saved]
+
+
+def _value(facts: RegionFacts, node: fx.Node, names: Set[str], may_recompute: Set[str]) -> Value:
+    tag = tag_of(node)
+    is_result = is_attention_item(node) or not ops.is_view(node)
+    has_storage = is_result and value_of(node) is not None
+    is_sliced = bool(facts.specs[node]) and has_storage
+    return Value(
+        name=node.name,
+        bytes=0 if node.name in facts.region.returned else nbytes(node),
+        inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
+        heavy=is_product(node) and node.name not in may_recompute,
+        pinned=is_sliced and tag == MUST_SAVE,
+        savable=is_sliced and tag not in RECOMPUTED,
+        needed=any(user in facts.backward for user in node.users),
+        tag=tag if is_sliced or tag != MUST_SAVE else "",
+    )
+
+
+# ---- results over operands ---------------------------------------------------------------------
+# Which results of a loop are written over one of its operands (graph/written_over.py).
+#
+# In the backward of a block the loop over queries reads the gradient of the block's output, and
+# returns that of its input as far as it is known then; the next loop reads this, and returns the
+# whole one (normalize/gradients_in_parts.py). All three have the same rows, and each has one
+# reader.
+def with_results_over_operands(facts: RegionFacts, loops: Sequence[LoopPlan]) -> list[LoopPlan]:
+    """The loops, with the operands that stacked results of the backward are written over."""
+    readers = Counter(n for loop in loops for n in {item.node for item in loop.inputs})
+    return [
+        _over(facts, loop, [i for i in loop.inputs if i.spec and readers[i.node] == 1])
+        if loop.phase == "backward"
+        else loop
+        for loop in loops
+    ]
+
+
+def _over(facts: RegionFacts, loop: LoopPlan, alone: Iterable[LoopInput]) -> LoopPlan:
+    """The loop, with results over what no other loop reads."""
+    free = [item for item in alone if _is_read_inside(facts, item)]
+    outputs: list[LoopOutput] = []
+    for output in loop.outputs:
+        operand = next((item for item in free if _are_alike(facts, item, output)), None)
+        if operand is not None:
+            free.remove(operand)
+            output = dataclasses.replace(output, over=operand.node)
+        outputs.append(output)
+    outputs.sort(key=lambda output: bool(output.over))  # they are written last
+    return dataclasses.replace(loop, outputs=tuple(outputs))
+
+
+def _is_read_inside(facts: RegionFacts, item: LoopInput) -> bool:
+    """Whether nothing but the region reads a value of the backward, whose rows need no copy."""
+    node = facts.joint.by_name[item.node]
+    base, value = ops.base_of(node), value_of(node)
+    return (
+        node in facts.joint.backward
+        and base.op == "call_function"
+        and value is not None
+        and numel(base) == numel(node)
+        and not is_copied(value, item.spec)
+        and all(reader in facts.specs for reader in ops.readers_through_views(base))
+    )
+
+
+def _are_alike(facts: RegionFacts, item: LoopInput, output: LoopOutput) -> bool:
+    operand, result = (value_of(facts.joint.by_name[name]) for name in (item.node, output.node))
+    assert operand is not None and result is not None, "the operand and result are known"
+    of_one_dtype = output.spec == item.spec and operand.dtype == result.dtype
+    return of_one_dtype and same_shape(operand.shape, result.shape)

@@ -40,8 +40,8 @@ from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 from mstpass.loops.body.products import have_equals
-from mstpass.loops.region_facts import RegionFacts
-from mstpass.plans import LoopInput, LoopOutput, LoopPlan
+from mstpass.loops.region_facts import RegionFacts, loop_plan
+from mstpass.plans import LoopOutput, LoopPlan
 from mstpass.regions.grow import Growth
 
 
@@ -276,16 +276,8 @@ class _Gradients(Growth):
 
     # ---- the loop ------------------------------------------------------------------------------
     def sections(self) -> Sections:
-        joint = self.joint
-        plain = self.plain(joint.sorted(self.outputs))
-        specs = dict(plain["members"])
-        inputs = sorted(self.inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
-        loop = LoopPlan(
-            phase="backward",
-            members=tuple(specs),
-            specs=tuple(specs.values()),
-            inputs=tuple(LoopInput(node.name, spec) for node, spec in inputs),
-            outputs=tuple(LoopOutput(name, specs[name]) for name in plain["outputs"]),
-        )
-        gradients, per_token = map(joint.sorted, (self.outputs, self.per_token))
+        specs = {n: None if isinstance(s, Reduced) else s for n, s in self.specs.items()}
+        outputs = (LoopOutput(n.name, specs[n]) for n in self.joint.sorted(self.outputs))
+        loop = loop_plan(self.joint, "backward", specs, self.inputs, outputs)
+        gradients, per_token = map(self.joint.sorted, (self.outputs, self.per_token))
         return Sections(loop, tuple(gradients), tuple(per_token), self.features.count)

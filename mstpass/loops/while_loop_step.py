@@ -44,7 +44,6 @@ from mstpass.graph.buffer_ops import (
     is_written_in_place,
     item_position,
     parts_in_place,
-    write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import (
@@ -326,46 +325,26 @@ class _Result:
             shape = [1] * dim + [-1] + [1] * (rows.dim() - dim - 1)
             rows.copy_(torch.where(valid.view(shape), self.value(), rows))
             return
-        products = self._products()
-        for number, (target, left, right, *others) in enumerate(products):
-            if target is grouped_sums:
-                add_grouped_(rows, left, right, *others, number)
-                continue
-            part = _like_product(rows, left, right)
-            if number:
-                add_product_(part, left, right, 1)
-            else:
-                write_product_(part, left, right)
-        if not products:
+        if not self._add_products(rows, 0):
             rows.copy_(self.value())
 
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
-        if self.is_added:
-            return
-        products = self._products()
-        for target, *operands in products:
-            if target is grouped_sums:
-                add_grouped_(buffer, *operands, start)
-            else:
-                left, right = operands
-                add_product_(_like_product(buffer, left, right), left, right, start)
-            start = 1
-        if not products:
+        if not self.is_added and not self._add_products(buffer, start):
             buffer.add_(self.value())
 
-    def _products(self) -> list[tuple[Any, ...]]:
-        """Op and operands of each product that goes straight into the buffer, in order."""
-        if self.node in self.env:
-            return []
-        products = (node for node in self.parts if is_product(node))
-        return [
-            (n.target, *fx.map_arg(n.args[: _operands(n)], self.env.__getitem__)) for n in products
-        ]
-
-
-def _operands(product: fx.Node) -> int:
-    return 4 if product.target is grouped_sums else 2
+    def _add_products(self, buffer: torch.Tensor, start: Size) -> bool:
+        """Add the products that go straight into the buffer, if any; at 0 the first is written."""
+        products = [] if self.node in self.env else list(filter(is_product, self.parts))
+        for product in products:
+            is_grouped = product.target is grouped_sums
+            operands: Any = fx.map_arg(product.args[: 4 if is_grouped else 2], self.env.__getitem__)
+            if is_grouped:
+                add_grouped_(buffer, *operands, start)
+            else:
+                add_product_(_like_product(buffer, *operands), *operands, start)
+            start = 1
+        return bool(products)
 
 
 def _like_product(buffer: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

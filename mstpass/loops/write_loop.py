@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,11 +40,16 @@ aten = torch.ops.aten
 Env = Mapping[fx.Node, fx.Node]  # new nodes by the old ones that they stand for
 
 
-class _LoopBody(NamedTuple):
-    """The name of a body's module, and the dtype of each result of the body."""
+def operands_of(joint: JointGraph, loop: LoopPlan) -> list[fx.Node]:
+    """What a loop reads; in place of nodes of the prelude, what the prelude reads.
 
-    module: str
-    dtypes: tuple[torch.dtype, ...]
+    Literals are in the loop's body.
+    """
+    prelude = [joint.by_name[name] for name in loop.prelude]
+    inputs = ((joint.by_name[item.node], item.spec) for item in loop.inputs)
+    found = [node for node, spec in inputs if spec or not is_literal(node)]
+    found += [n for node in prelude for n in node.all_input_nodes if n.name != loop.unit]
+    return [node for node in dict.fromkeys(found) if node not in prelude]
 
 
 class LoopWriter:
@@ -60,7 +65,7 @@ class LoopWriter:
         self.joint, self.builder, self.sizes = joint, builder, sizes
         self.root = root
         self.tags = policies_of(joint).tags
-        self.bodies: dict[str, _LoopBody] = {}  # by their ``body_key``
+        self.bodies: dict[str, tuple[str, list[torch.dtype]]] = {}  # by their ``body_key``
         self.modules: dict[str, str] = {}  # names of body modules, by what they compute
 
     def write(self, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
@@ -75,15 +80,15 @@ class LoopWriter:
                 self.sizes.learn_dim(env[node], dim)
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
-        body = self._body(loop)
+        body, dtypes = self._body(loop)
         rows = [item.node for item in loop.inputs if item.spec]
         specs = tuple(
-            self._output_spec(axis, loop, item, dtype if loop.accumulate == FLOAT32 else None, rows)
-            for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
+            self._output_spec(axis, loop, item, dtype, rows)
+            for item, dtype in zip(loop.outputs, dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
         sizes = (None if chunks.symbolic else chunks.count, chunks.length, num_tokens)
-        module = self.builder.graph.get_attr(body.module)
+        module = self.builder.graph.get_attr(body)
         args = (module, *sizes, specs, tuple(sliced), tuple(whole))
         name = node_name(loop_name(loop.outputs[0].node))
         call = self.builder.graph.create_node("call_function", mst_loop, args, name=name)
@@ -117,41 +122,40 @@ class LoopWriter:
             extended[node] = copy
         return extended
 
-    def _body(self, loop: LoopPlan) -> _LoopBody:
-        """The module of the loop's body. Equal bodies are built, and compiled, once."""
+    def _body(self, loop: LoopPlan) -> tuple[str, list[torch.dtype]]:
+        """The name of the body's module, and the dtype of each result of the body.
+
+        Equal bodies are built, and compiled, once.
+        """
         key = body_key(self.joint, loop)
         if key not in self.bodies:
-            self.bodies[key] = self._built(loop)
+            graph = fx.Graph()
+            parts = build_body(self.joint, loop, Builder(graph, self.builder.mode))
+            inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+            code = f"{graph} {[_layout(value) for value in inputs]}"
+            if code not in self.modules:  # loops over different nodes may have the same body
+                self.modules[code] = f"mst_body_{len(self.modules)}"
+                subgraphs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="get_attr")}
+                setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
+            self.bodies[key] = self.modules[code], [part.meta["val"].dtype for part in parts]
         return self.bodies[key]
-
-    def _built(self, loop: LoopPlan) -> _LoopBody:
-        graph = fx.Graph()
-        builder = Builder(graph, self.builder.mode)
-        parts = build_body(self.joint, loop, builder)
-        inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-        code = f"{graph} {[_layout(value) for value in inputs]}"
-        if code not in self.modules:  # loops over different nodes may have the same body
-            self.modules[code] = f"mst_body_{len(self.modules)}"
-            subgraphs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="get_attr")}
-            setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
-        return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
     def _output_spec(
         self,
         axis: Axis,
         loop: LoopPlan,
         item: LoopOutput,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         rows: list[str],
     ) -> OutputSpec:
-        """An output in this dtype; None: in that of the node.
+        """An output in the dtype of the body's result, or in that of the node.
 
         Args:
             rows: the sliced inputs.
         """
         value = value_of(self.joint.by_name[item.node])
         assert value is not None, "the op gives one tensor"
-        dtype = dtype or value.dtype
+        dtype = dtype if loop.accumulate == FLOAT32 else value.dtype
         if item.spec is None:
             names = [output.node for output in loop.outputs]
             relative = bool(item.relative_to)

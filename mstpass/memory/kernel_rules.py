@@ -46,7 +46,6 @@ class KernelValue:
         num_ops: how many ops it takes to compute it from what it reads.
         stage: the most calls on a path to it.
         slow: it is in no buffer, and slow to compute.
-        by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
         loops_end: which loops it needs where nothing it reads is in a buffer (``Op.loops_end``).
         from_call: a call wrote its buffer.
     """
@@ -58,7 +57,6 @@ class KernelValue:
     num_ops: int = 0
     stage: int = 0
     slow: bool = False
-    by_dim: bool = False
     loops_end: frozenset[int] = NOTHING
     from_call: bool = False
 
@@ -75,7 +73,7 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         (one,) = operands
         value = KernelValue(one.reads, one.loads, one.apart, one.unfused)
         value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
-        value.slow, value.by_dim = op.slow or one.slow, one.by_dim and not one.from_call
+        value.slow = op.slow or one.slow
         value.loops_end = one.loops_end
     else:
         value = KernelValue(
@@ -87,7 +85,6 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.num_ops = 1 + sum([one.num_ops for one in operands])
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
-        value.by_dim = any(one.by_dim and not one.from_call for one in operands)
         value.loops_end = NOTHING.union(*[one.loops_end for one in operands])
     if op.loops_end:
         value.loops_end |= frozenset(op.loops_end)
@@ -99,8 +96,6 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
     elif op.merges_dims:
         value.unfused = value.reads
         value.loads = frozenset((buffer, places | {(op.name, 0)}) for buffer, places in value.loads)
-    if op.own_loops or op.kind == REDUCTION:
-        value.by_dim = True
     value.from_call = op.kind == CALL
     return value
 

@@ -41,7 +41,6 @@ _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more
 _MOST_READS = {True: 12, False: 8}  # config.realize_cpu_acc_reads_threshold, for all values
 _MANY_OPS = {True: 50, False: 30}  # config.realize_cpu_opcount_threshold
 _EXPANDED = 4  # a reader larger by this factor expands a value; a cast makes one of at most 4
-_ONE_ELEMENT = 8  # bytes, at most
 
 
 class Kernels:
@@ -109,8 +108,6 @@ class Kernels:
             dims_of = dict(op.broadcasts)
             operands = [repeated(values[o], dims_of.get(o)) for o in op.inputs if o in values]
         value = values[name] = combined(op, operands)
-        if op.broadcasts and not value.by_dim:
-            value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
         if kind == VIEW:
             value.from_call = op.inputs[0] in values and values[op.inputs[0]].from_call
             if value.from_call:  # what reads it is behind the call, however many views there are
@@ -138,13 +135,6 @@ class Kernels:
                 self._loops_end[name] = value.loops_end.intersection(op.outer_sizes)
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
-
-    def _has_elements(self, name: str) -> bool:
-        """Whether a value is or reads a buffer of more than one element, or counts them."""
-        if self.op[name].kind == CONSTANT:
-            return False
-        loads = (buffer for buffer, _ in self._value[name].loads)
-        return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
     def _is_kernel(self, op: Op, value: KernelValue) -> bool:
         if op.kind in _KERNELS or op.name in self.parts:
@@ -207,57 +197,33 @@ class Kernels:
     def _loops_differ(self, buffer: str, kernel: str) -> bool:
         """Whether a kernel cannot run in the loop that writes a buffer it reads.
 
-        Inductor makes one loop of those over several dims where all that a kernel reads lies as
-        what it writes (``simplify_and_reorder``), before it fuses kernels. On a CPU a reduction
-        needs the loop over its rows (``CppScheduling.can_fuse_vertical``), and so it ends that
-        loop, for itself and for what comes after it. Loops over dims that end elsewhere are not
-        made one (``_can_fuse_nodes_with_compatible_ranges``).
+        Loops over dims that end elsewhere are not made one. On a CPU a reduction ends the loop over
+        its rows (``_can_fuse_nodes_with_compatible_ranges``, ``CppScheduling.can_fuse_vertical``).
         """
         written, read = (self._loops_end.get(name, NOTHING) for name in (buffer, kernel))
         if self._is_reduction(kernel):
             rows = {self._numel(kernel)}
             written, read = written - rows, read - rows
-        if written != read and (self._is_reduction(kernel) or (written and read)):
-            return True
-        return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))
-
-    def _with_behind(self, kernel: str) -> Iterator[str]:
-        yield kernel
-        yield from self._behind(kernel)
-
-    def _is_flat(self, buffer: str) -> bool:
-        op = self.op[buffer]
-        return op.on_cpu and op.kind == POINTWISE and not self._value[buffer].by_dim
-
-    def _ends_flat_loop(self, kernel: str) -> bool:
-        reads = self.read_by[kernel] & self.read_by.keys()
-        return self.op[kernel].kind == REDUCTION and any(map(self._is_flat, reads))
+        return written != read and (self._is_reduction(kernel) or bool(written and read))
 
     def _is_between_nests(self, buffer: str, kernel: str) -> bool:
         """Whether a kernel behind a reduction of a value reads the value from memory.
 
         On a CPU a reduction of rows ends a nest of loops. It shares its loop over the rows with the
-        nests behind it, and one row of the value is kept for these, unless one of them has other
-        rows, or none, or runs over the rows alone, as the kernel of their logarithms does
-        (``local_buffers`` in ``CppScheduling.codegen_outer_loop_node``).
+        nests behind it, and one row of the value is kept for these, unless one of them runs over
+        the rows alone, as the kernel of their logarithms does (``local_buffers`` in
+        ``CppScheduling.codegen_outer_loop_node``).
         """
         if not self._is_pointwise_on_cpu(buffer) or len(self.readers[buffer]) < 2:
             return False
         behind = self._behind(kernel)
-        ends = [k for k in behind if self._is_reduction(k) and buffer in self._behind(k)]
+        ends = (k for k in behind if self._is_reduction(k) and buffer in self._behind(k))
         rows = {self._numel(k) for k in ends}
-        if not rows:
-            return False
-        if self._is_reduction(kernel):
-            rows.add(self._numel(kernel))
-        return (
-            len(rows) > 1
-            or 1 in rows
-            or any(
-                k in behind or (buffer in self._behind(k) and not self.is_reduced(k))
-                for k in self.read_by
-                if self._is_pointwise_on_cpu(k) and self._numel(k) in rows
-            )
+        over_rows = (
+            k for k in self.read_by if self._is_pointwise_on_cpu(k) and self._numel(k) in rows
+        )
+        return bool(rows) and any(
+            k in behind or (buffer in self._behind(k) and not self.is_reduced(k)) for k in over_rows
         )
 
     def _is_pointwise_on_cpu(self, kernel: str) -> bool:

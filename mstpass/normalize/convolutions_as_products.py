@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import argument
@@ -44,8 +43,7 @@ def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Re
         for node in joint.nodes
         if node.target in _WRITERS and _weight(node) in weights and _has_one_element(node)
     )
-    new, _ = rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
-    return new, new.new_names(joint)
+    return rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
 
 
 def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:
@@ -102,50 +100,33 @@ def _matrix(rewriting: Rewriting, weight: fx.Node) -> fx.Node:
     return rewriting.builder.call(aten.view.default, weight, list(weight.meta["val"].shape[:2]))
 
 
-def _write_product(rewriting: Rewriting, node: fx.Node) -> None:
+def _product(rewriting: Rewriting, node: fx.Node) -> fx.Node:
     source, bias = argument(node, "input"), argument(node, "bias")
     call = rewriting.builder.call
-    with rewriting.graph.inserting_before(node):
-        columns = call(aten.permute.default, _matrix(rewriting, _weight(node)), [1, 0])
-        factors = _rows(rewriting, source), columns
-        product = (
-            call(aten.mm.default, *factors)
-            if bias is None
-            else call(aten.addmm.default, bias, *factors)
-        )
-        product.meta.update(replacement_meta(node))
-        result = _from_rows(rewriting, product, source.meta["val"])
-    rewriting.replace(node, result)
+    columns = call(aten.permute.default, _matrix(rewriting, _weight(node)), [1, 0])
+    factors = _rows(rewriting, source), columns
+    product = (
+        call(aten.mm.default, *factors)
+        if bias is None
+        else call(aten.addmm.default, bias, *factors)
+    )
+    return _from_rows(rewriting, product, source.meta["val"])
 
 
-def _write_gradients(rewriting: Rewriting, node: fx.Node) -> None:
+def _gradients(rewriting: Rewriting, node: fx.Node) -> None:
     source, weight = argument(node, "input"), _weight(node)
     call, value = rewriting.builder.call, source.meta["val"]
-    of_result = argument(node, "grad_output")
-
-    def gradient_of_input() -> fx.Node:
-        rows = call(aten.mm.default, gradient, _matrix(rewriting, weight))
-        return _from_rows(rewriting, rows, value)
-
-    def gradient_of_weight() -> fx.Node:
-        columns = call(aten.permute.default, gradient, [1, 0])
-        matrix = call(aten.mm.default, columns, _rows(rewriting, source))
-        return call(aten.view.default, matrix, list(weight.meta["val"].shape))
-
-    def gradient_of_bias() -> fx.Node:
-        return call(aten.sum.dim_IntList, gradient, [0])
-
-    write = (gradient_of_input, gradient_of_weight, gradient_of_bias)
-    with rewriting.graph.inserting_before(node):
-        gradient = _rows(rewriting, of_result)
-        results = {item: write[item.args[1]]() for item in node.users}  # type: ignore[index]
-    for item, result in results.items():
-        for made in result.all_input_nodes:
-            made.meta.update(replacement_meta(node))
-        rewriting.replace(item, result)
+    gradient = _rows(rewriting, argument(node, "grad_output"))
+    rows = call(aten.mm.default, gradient, _matrix(rewriting, weight))
+    columns = call(aten.permute.default, gradient, [1, 0])
+    matrix = call(aten.mm.default, columns, _rows(rewriting, source))
+    of_input = _from_rows(rewriting, rows, value)
+    of_weight = call(aten.view.default, matrix, list(weight.meta["val"].shape))
+    of_bias = call(aten.sum.dim_IntList, gradient, [0])
+    rewriting.replace_items(node, (of_input, of_weight, of_bias))
 
 
 _WRITERS: dict[Any, Any] = {
-    aten.convolution.default: _write_product,
-    aten.convolution_backward.default: _write_gradients,
+    aten.convolution.default: _product,
+    aten.convolution_backward.default: _gradients,
 }

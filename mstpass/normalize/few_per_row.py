@@ -35,7 +35,7 @@ from mstpass.graph.one_per_row import (
     scatter_few,
     scattered_per_row,
 )
-from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
+from mstpass.graph.rewriting import Rewritten, rewritten
 from mstpass.graph.sizes import generic_shape, symbols_of
 from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -44,14 +44,7 @@ from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 def scattered_gradients_as_choices(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the choices; the graph itself if it has no such scatter."""
     found = (node for node in joint.nodes if _is_along_row(joint, node))
-    return rewritten(joint, found, _rewrite)
-
-
-def _rewrite(rewriting: Rewriting, node: fx.Node) -> fx.Node:
-    with rewriting.graph.inserting_before(node):
-        choice = scatter_few(rewriting.builder, node)
-    rewriting.replace(node, choice)
-    return choice
+    return rewritten(joint, found, lambda copy, node: scatter_few(copy.builder, node))
 
 
 def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
@@ -89,17 +82,7 @@ def _is_of_logits(joint: JointGraph, node: fx.Node, last: int) -> bool:
 def gathers_as_sums(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the sums; the graph itself if it has no such gather."""
     found = (node for node in joint.nodes if _gathers_along_axis(joint, node))
-    new, _ = rewritten(joint, found, _replace_by_sum)
-    return new, new.new_names(joint)
-
-
-def _replace_by_sum(rewriting: Rewriting, node: fx.Node) -> None:
-    source, dim, index = node.args[:3]
-    assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
-    assert isinstance(dim, int), "the dim is a number"
-    with rewriting.graph.inserting_before(node):
-        gathered = gather_few(rewriting.builder, source, dim, index)
-    rewriting.replace(node, gathered)
+    return rewritten(joint, found, lambda copy, node: gather_few(copy.builder, *node.args[:3]))  # type: ignore[arg-type]
 
 
 def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:

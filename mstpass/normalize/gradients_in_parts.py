@@ -28,7 +28,6 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention, is_backward, is_product, is_summed
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import same_shape
 
@@ -54,10 +53,10 @@ def gradients_in_parts(joint: JointGraph) -> Rewritten:
         return joint, frozenset()
     rewriting = Rewriting(joint)
     gradients = set(rewriting.joint.backward)
-    sums: set[str] = set()
-    for node in attention:
-        sums |= _Split(rewriting, rewriting.joint.by_name[node.name], gradients).run()
-    return (rewriting.finished(), frozenset(sums)) if sums else (joint, frozenset())
+    splits = [
+        _Split(rewriting, rewriting.joint.by_name[node.name], gradients).run() for node in attention
+    ]
+    return rewriting.result() if any(splits) else (joint, frozenset())
 
 
 class _Split:
@@ -73,8 +72,8 @@ class _Split:
         self.parts = {item: _Parts(item, None) for item in attention.users if is_summed(item)}
         self.split: dict[fx.Node, _Parts] = {}  # where both parts have nodes of their own
 
-    def run(self) -> set[str]:
-        """Rewrite the graph; returns the names of the sums."""
+    def run(self) -> bool:
+        """Rewrite the graph; returns whether there are sums."""
         for node in self.nodes:
             operands = [n for n in node.all_input_nodes if n in self.gradients]
             if node.op != "call_function" or not any(n in self.parts for n in operands):
@@ -90,18 +89,14 @@ class _Split:
         for node in reversed([*self.split]):
             if ops.widens(node) and all(user not in self.split for user in node.users):
                 del self.split[node]  # it reads the sum, which takes less memory
-        return {self._joined(node).name for node in self.split if self._readers(node)}
-
-    def _readers(self, node: fx.Node) -> list[fx.Node]:
-        """What reads a split value as a whole."""
-        return [user for user in node.users if user not in self.split]
-
-    def _joined(self, node: fx.Node) -> fx.Node:
-        """Give the readers of a split value the sum of its parts."""
-        parts = self.split[node]
-        total = self._call(node, aten.add.Tensor, parts.by_others, parts.by_keys)
-        self.rewriting.replace(node, total, self._readers(node))
-        return total
+        found = False
+        for node, parts in self.split.items():
+            readers = [user for user in node.users if user not in self.split]
+            if readers:  # of the value as a whole
+                total = self._call(node, aten.add.Tensor, parts.by_others, parts.by_keys)
+                self.rewriting.replace(node, total, readers)
+                found = True
+        return found
 
     def _parts_of(self, node: fx.Node, operands: list[fx.Node]) -> _Parts | None:
         """The parts of a node; None where it reads its operands as a whole."""
@@ -132,8 +127,7 @@ class _Split:
         return next(iter(given.values())) if is_sum and alike else None
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.rewriting.graph.inserting_before(node):
+        with self.rewriting.before(node):
             new = self.rewriting.builder.call(target, *args, **kwargs)
-        new.meta.update(replacement_meta(node))
         self.gradients.add(new)
         return new

@@ -18,10 +18,9 @@ from torch import fx
 
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import expression
-from mstpass.graph.token_rules.arguments import argument, has_argument
+from mstpass.graph.token_rules.arguments import argument, has_argument, shape_of
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -38,14 +37,9 @@ def grouped_by_chunk(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the new products in it; the graph itself if it has none.
     """
-    if not any(map(_is_grouped, joint.nodes)):
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    products = _Products(rewriting)
-    for node in rewriting.joint.nodes:
-        if _is_grouped(node):
-            products.replace(node)
-    return rewriting.finished(), frozenset(products.made)
+    positions: dict[tuple[object, torch.device], fx.Node] = {}
+    write = lambda copy, node: _Products(copy, positions).of(node)
+    return rewritten(joint, filter(_is_grouped, joint.nodes), write)
 
 
 def _is_grouped(node: fx.Node) -> bool:
@@ -74,80 +68,48 @@ def _name(node: fx.Node) -> str:
 
 
 class _Products:
-    """The products of one graph.
+    """Writes the products of one graph.
 
-    Attributes:
-        made: the names of the new ones.
+    Args:
+        positions: the numbers of the rows that were written before.
     """
 
-    def __init__(self, rewriting: Rewriting):
-        self.rewriting, self.builder = rewriting, rewriting.builder
-        self.made: list[str] = []
-        self._positions: dict[tuple[object, torch.device], fx.Node] = {}
+    def __init__(self, rewriting: Rewriting, positions: dict[tuple[object, torch.device], fx.Node]):
+        self.rewriting, self.positions = rewriting, positions
+        self.call = rewriting.builder.call
 
-    def replace(self, node: fx.Node) -> None:
-        left, right, ends = node.args[:3]
-        if isinstance(argument(node, "offs"), fx.Node):
-            ends = argument(node, "offs")
-        assert (
-            isinstance(left, fx.Node) and isinstance(right, fx.Node) and isinstance(ends, fx.Node)
-        ), "the left, the right and ends are nodes"
-        with self.builder.graph.inserting_before(node):
-            if _name(node) == _FALLBACK_BACKWARD:
-                upstream = node.args[3]
-                assert isinstance(upstream, fx.Node), "the upstream is a node"
-                swapped = self._call(aten.permute.default, right, [0, 2, 1], like=node)
-                rows = self._rows(upstream, swapped, ends, node)
-                gradient = next((item for item in node.users if item.args[1] == 1), None)
-                if gradient is not None and _is_transposed(gradient):
-                    sums = self._transposed_sums(left, upstream, ends, node)
-                else:
-                    columns = self._call(aten.permute.default, left, [1, 0], like=node)
-                    sums = self._sums(columns, upstream, ends, node)
-                self._replace_items(node, (rows, sums))
-                return
-            weights = value_of(right)
-            assert weights is not None, "the weights are known"
-            new = (self._rows if weights.dim() == 3 else self._sums)(left, right, ends, node)
-        self.rewriting.replace(node, new)
+    def of(self, node: fx.Node) -> fx.Node | None:
+        """What takes the place of a product, or of a backward, whose results are replaced."""
+        left, right, ends, *upstream = node.all_input_nodes
+        if _name(node) != _FALLBACK_BACKWARD:
+            return (self._rows if len(shape_of(right)) == 3 else self._sums)(left, right, ends)
+        (gradient,) = upstream
+        swapped = self.call(aten.permute.default, right, [0, 2, 1])
+        rows = self._rows(gradient, swapped, ends)
+        weight = next((item for item in node.users if item.args[1] == 1), None)
+        is_transposed = weight is not None and _is_transposed(weight)
+        factors = (gradient, left) if is_transposed else (left, gradient)
+        columns = self.call(aten.permute.default, factors[0], [1, 0])
+        sums = self._sums(columns, factors[1], ends)
+        if is_transposed:
+            sums = self.call(aten.permute.default, sums, [0, 2, 1])
+        self.rewriting.replace_items(node, (rows, sums))
+        return None
 
-    def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node, like: fx.Node) -> fx.Node:
-        positions = self._positions_of(rows)
-        return self._made(self._call(grouped_rows, rows, weights, positions, ends, like=like))
+    def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node) -> fx.Node:
+        return self.call(grouped_rows, rows, weights, self._positions_of(rows), ends)
 
-    def _sums(self, left: fx.Node, right: fx.Node, ends: fx.Node, like: fx.Node) -> fx.Node:
+    def _sums(self, left: fx.Node, right: fx.Node, ends: fx.Node) -> fx.Node:
         dtype = right.meta["val"].dtype
-        positions = self._positions_of(right)
-        return self._made(self._call(grouped_sums, left, right, positions, ends, dtype, like=like))
-
-    def _transposed_sums(
-        self, rows: fx.Node, upstream: fx.Node, ends: fx.Node, like: fx.Node
-    ) -> fx.Node:
-        columns = self._call(aten.permute.default, upstream, [1, 0], like=like)
-        sums = self._sums(columns, rows, ends, like)
-        return self._call(aten.permute.default, sums, [0, 2, 1], like=like)
-
-    def _replace_items(self, node: fx.Node, values: tuple[fx.Node, ...]) -> None:
-        for item in list(node.users):
-            self.rewriting.replace(item, values[item.args[1]])  # type: ignore[index]
+        return self.call(grouped_sums, left, right, self._positions_of(right), ends, dtype)
 
     def _positions_of(self, rows: fx.Node) -> fx.Node:
         """The numbers of the rows; one node for all values of as many rows."""
         value = rows.meta["val"]
         size = value.shape[0]
         key = expression(size), value.device
-        if key not in self._positions:
-            given = size if isinstance(size, int) else self.builder.call(aten.sym_size.int, rows, 0)
+        if key not in self.positions:
+            given = size if isinstance(size, int) else self.call(aten.sym_size.int, rows, 0)
             kinds = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
-            found = self.builder.call(prims.iota.default, given, start=0, step=1, **kinds)
-            self._positions[key] = found
-        return self._positions[key]
-
-    def _call(self, target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
-        node = self.builder.call(target, *args)
-        node.meta.update(replacement_meta(like))
-        return node
-
-    def _made(self, node: fx.Node) -> fx.Node:
-        self.made.append(node.name)
-        return node
+            self.positions[key] = self.call(prims.iota.default, given, start=0, step=1, **kinds)
+        return self.positions[key]

@@ -39,9 +39,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import linearity, ops
-from mstpass.graph.builder import Builder, UnknownSize
+from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import Size, expression, generic_shape, is_size, is_static, same_shape
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
@@ -59,19 +58,9 @@ _Key = tuple[str, ...]  # the names of the indices, or that of the mask seen thr
 
 
 def items_as_slices(joint: JointGraph) -> Rewritten:
-    """Rewrite such items in a copy of the graph; the graph itself if it has none.
-
-    No name counts as changed: a slice alone makes no region.
-    """
+    """Rewrite such items in a copy of the graph; the graph itself if it has none."""
     found = (node for node in joint.nodes if _is_item(node) and _is_wide(joint, node))
-    return rewritten(joint, found, _as_slice)
-
-
-def _as_slice(rewriting: Rewriting, item: fx.Node) -> None:
-    with rewriting.graph.inserting_before(item):
-        built = _written(rewriting.builder, item)
-    built.meta.update(replacement_meta(item))
-    rewriting.replace(item, built)
+    return rewritten(joint, found, as_slice)
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -109,7 +98,9 @@ def _source(item: fx.Node) -> fx.Node:
     return item.all_input_nodes[0].all_input_nodes[0]
 
 
-def _written(builder: Builder, item: fx.Node) -> fx.Node:
+def as_slice(rewriting: Rewriting, item: fx.Node) -> fx.Node:
+    """The item as a slice or a selection."""
+    builder = rewriting.builder
     several, index = item.args
     assert isinstance(several, fx.Node) and isinstance(index, int), "a node and a number"
     source = _source(item)
@@ -127,17 +118,7 @@ def index_by_token(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the gathers and scatters in it; the graph itself if it has none.
     """
-    return rewritten(joint, filter(_indexes_by_token, joint.nodes), _as_gather_or_scatter)
-
-
-def _as_gather_or_scatter(rewriting: Rewriting, node: fx.Node) -> fx.Node:
-    """Replace the node; returns the gather or the scatter."""
-    with rewriting.graph.inserting_before(node):
-        made, result = (_gather if node.target in _READS else _scatter)(rewriting.builder, node)
-    for replacement in (made, result):
-        replacement.meta.update(replacement_meta(node))
-    rewriting.replace(node, result)
-    return made
+    return rewritten(joint, filter(_indexes_by_token, joint.nodes), _by_token)
 
 
 def _indexes_by_token(node: fx.Node) -> bool:
@@ -192,17 +173,14 @@ def _column(builder: Builder, node: fx.Node) -> fx.Node:
     return builder.call(aten.unsqueeze.default, index, 1)
 
 
-def _gather(builder: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The gather, and its result as a vector."""
-    gathered = builder.call(aten.gather.default, node.args[0], 1, _column(builder, node))
-    return gathered, builder.call(aten.squeeze.dim, gathered, 1)
-
-
-def _scatter(builder: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    values = builder.call(aten.unsqueeze.default, node.args[2], 1)
-    column = _column(builder, node)
-    made = builder.call(aten.scatter_add.default, node.args[0], 1, column, values)
-    return made, made
+def _by_token(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """The gather's result as a vector, or the scatter."""
+    call, column = rewriting.builder.call, _column(rewriting.builder, node)
+    if node.target in _READS:
+        gathered = call(aten.gather.default, node.args[0], 1, column)
+        return call(aten.squeeze.dim, gathered, 1)
+    values = call(aten.unsqueeze.default, node.args[2], 1)
+    return call(aten.scatter_add.default, node.args[0], 1, column, values)
 
 
 def selections_as_rows(joint: JointGraph) -> Rewritten:
@@ -218,16 +196,9 @@ def selections_as_rows(joint: JointGraph) -> Rewritten:
     chosen = {_key(n) for n in found if n.target in _READS and numel(n.all_input_nodes[0]) >= wide}
     first = {_key(node): node for node in reversed(found)}
     chosen = {key for key in chosen if not _is_mask(first[key]) or binds_size(first[key])}
-    names = [node.name for node in found if _key(node) in chosen]
-    if not names:
-        return joint, frozenset()
-    writer = _Writer(joint)
-    try:
-        for name in names:
-            writer.rewrite(writer.joint.by_name[name])
-    except UnknownSize:
-        return joint, frozenset()
-    return writer.rewriting.finished(), frozenset(writer.made)
+    rows: dict[tuple[_Key, tuple[int, ...]], fx.Node] = {}
+    write = lambda copy, node: _Writer(copy, rows).rows_of(node)
+    return rewritten(joint, (node for node in found if _key(node) in chosen), write)
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -293,39 +264,35 @@ def _seen_through_views(node: fx.Node) -> fx.Node:
 
 # ---- writing ------------------------------------------------------------------------------------
 class _Writer:
-    """Rewrites the selections of one graph, in their order, in a copy of it."""
+    """Writes the selections of one graph, in their order, in a copy of it.
 
-    def __init__(self, joint: JointGraph):
-        self.rewriting = Rewriting(joint)
-        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
-        self.sizes = self.rewriting.sizes
-        self.rows: dict[tuple[_Key, tuple[int, ...]], fx.Node] = {}
-        self.made: set[str] = set()  # names of the new nodes that index
+    Args:
+        rows: the numbers of rows that were written before, by what selects them.
+    """
 
-    def rewrite(self, node: fx.Node) -> None:
+    def __init__(self, rewriting: Rewriting, rows: dict[tuple[_Key, tuple[int, ...]], fx.Node]):
+        self.rewriting, self.rows = rewriting, rows
+        self.builder, self.sizes = rewriting.builder, rewriting.sizes
+
+    def rows_of(self, node: fx.Node) -> fx.Node:
+        """What a node reads or writes, by the numbers of rows."""
         source, rank = node.all_input_nodes[0], _num_dims(node)
         shape = list(source.meta["val"].shape)
         tokens, rest = math.prod(shape[:rank]), shape[rank:]
-        with self.rewriting.graph.inserting_before(node):
-            rows = self._rows_of(node, shape[:rank])
-            flat = self.sizes.reshaped(source, [tokens, *rest])
-            if node.target in _READS:
-                made = self.builder.call(aten.index.Tensor, flat, [rows])
-            else:
-                count = rows.meta["val"].shape[0]
-                values = self.sizes.reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
-                accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
-                made = self.builder.call(aten.index_put.default, flat, [rows], values, accumulate)
-            has_shape = node.target in _READS and _is_mask(
-                node
-            )  # perhaps by another name of its size
-            result = made if has_shape else self.sizes.reshaped(made, list(node.meta["val"].shape))
-        for new in (made, result):
-            new.meta.update(replacement_meta(node))
-        self.rewriting.replace(node, result)
-        self.made.add(made.name)
+        rows = self._numbers(node, shape[:rank])
+        flat = self.sizes.reshaped(source, [tokens, *rest])
+        if node.target in _READS:
+            made = self.builder.call(aten.index.Tensor, flat, [rows])
+            if _is_mask(node):  # it has the shape, perhaps by another name of its size
+                return made
+        else:
+            count = rows.meta["val"].shape[0]
+            values = self.sizes.reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
+            accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
+            made = self.builder.call(aten.index_put.default, flat, [rows], values, accumulate)
+        return self.sizes.reshaped(made, list(node.meta["val"].shape))
 
-    def _rows_of(self, node: fx.Node, grid: list[Size]) -> fx.Node:
+    def _numbers(self, node: fx.Node, grid: list[Size]) -> fx.Node:
         """The numbers of the rows that a node selects, ``[K]``."""
         key = _key(node), tuple(generic_shape(node.all_input_nodes[0].meta["val"])[: len(grid)])
         if key not in self.rows:

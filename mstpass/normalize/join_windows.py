@@ -61,9 +61,8 @@ from mstpass.normalize.lanes import (
     lane_of,
     next_windows,
     sink_of,
-    static_windows,
 )
-from mstpass.normalize.partial import replace_alike
+from mstpass.normalize.partial import grid_shape, replace_alike
 from mstpass.normalize.token_window import TAKERS, taken_dim
 from mstpass.normalize.window_group import WindowGroup
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -94,8 +93,7 @@ def join_products(joint: JointGraph) -> Rewritten:
 
 
 def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
-    if not static_windows(windows):
-        raise CannotTake(windows.source, "its token dims are not adjacent")
+    grid_shape(windows.source, windows.spec, windows.grid)  # can its token dims be merged?
     lanes = [lane_of(joint, windows, item) for item in windows.items]
     kinds = {demand.kind for lane in lanes for demand in lane.demands}
     if kinds.isdisjoint(("sink", "sum")):
@@ -161,8 +159,6 @@ class _Writer:
                     here = [self._node(demand.node) for demand in demands]
                     if demands[0].kind == "window":
                         found.extend(group.windows_of(here))
-                    elif demands[0].kind == "total":
-                        found.extend(group.totals_of(here, [self._node(d.reader) for d in demands]))
                     elif demands[0].kind == "sum":
                         sums = [self._node(d.reader) for d in demands]
                         found.append((sums[0], group.sum_of(here, sums)))

@@ -6,7 +6,6 @@ Terms:
         forward and in the backward.
     *demand*: a value of a lane that a node outside of the lane reads, and how it is read:
         ``window``  a narrow value, token by token
-        ``total``   a wide value, by a sum over all of its elements
         ``sink``    the gradient of the item, by a node that writes it to its place among all tokens
         ``sum``     a wide value, by the gradient of a weight, which sums over the lane's tokens
     *alike*: lanes are alike if the same ops lead from their items to their demands. Narrow values
@@ -18,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
+import itertools
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.sizes import generic_shape, is_size, is_static
+from mstpass.graph.sizes import is_size, is_static
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
-from mstpass.normalize.parts import Parts, parts_after_view
 from mstpass.normalize.token_window import (
     SCATTERS,
     TAKERS,
@@ -41,7 +39,6 @@ from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.walk import needed_first
 
 aten = torch.ops.aten
-_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +194,6 @@ def _how_read(
         return "window"
     if windows.of_products and _sums_wide(reader, lane):
         return "sum"
-    if reader.target in _SUMS and math.prod(shape_of(reader)) == 1:
-        return "total"
     if node in joint.backward and _is_sink(reader, windows):
         return "sink"
     raise CannotTake(reader, "needs a wide value otherwise than token by token")
@@ -277,53 +272,21 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
     Raises:
         CannotTake: it does not write to the windows' dims.
     """
-    grid, axis = windows.grid, windows.axis
-    if reader.target is aten.cat.default:
-        sink, parts = _after_views(reader, grid, axis)
-        pieces = []
-        for number, piece in enumerate(reader.args[0]):  # type: ignore[arg-type]
-            start, stop, _ = parts.bounds(number)
-            if not isinstance(start, int) or not isinstance(stop, int):
-                raise CannotTake(reader, "writes at a symbolic place")
-            pieces.append((piece, start, stop))
-        return Sink(sink, parts.dim - axis, tuple(pieces))
-    taken = rows_taken(reader)
-    if taken is None or any(map(is_size, reader.all_input_nodes)):
+    value = value_of(reader)
+    if value is None or not is_static(value) or any(map(is_size, reader.all_input_nodes)):
         raise CannotTake(reader, "writes at a symbolic place")
-    dim, rows = taken
-    if rows.step != 1:
-        raise CannotTake(reader, "writes every second token")
-    if not _has_grid(shape_of(reader), dim - axis, grid):
+    if reader.target is aten.cat.default:
+        (dim,) = dims_of(reader, value.dim(), "dim")
+        each: Any = reader.args[0]
+        ends = [*itertools.accumulate(shape_of(piece)[dim] for piece in each)]
+        pieces = tuple(zip(each, [0, *ends], ends, strict=False))
+    else:
+        taken = rows_taken(reader)
+        if taken is None or taken[1].step != 1:
+            raise CannotTake(reader, "writes every second token")
+        dim, rows = taken
+        pieces = ((scattered_source(reader), rows.start, rows.stop),)
+    first, grid = dim - windows.axis, windows.grid
+    if first < 0 or list(value.shape[first : first + len(grid)]) != grid:
         raise CannotTake(reader, "writes to other dims")
-    return Sink(reader, dim - axis, ((scattered_source(reader), rows.start, rows.stop),))
-
-
-def _after_views(cat: fx.Node, grid: list[int], axis: int) -> tuple[fx.Node, Parts]:
-    """The value of a ``cat`` whose shape has the grid: itself, or a view of it."""
-    (dim,) = dims_of(cat, len(shape_of(cat)), "dim")
-    pieces: Any = cat.args[0]
-    node, parts = cat, Parts(dim, tuple(shape_of(piece)[dim] for piece in pieces))
-    while not _has_grid(shape_of(node), parts.dim - axis, grid):
-        users = list(node.users)
-        if len(users) != 1 or not ops.is_cheap_view(users[0]):
-            raise CannotTake(cat, "writes to other dims")
-        value, shown = value_of(node), value_of(users[0])
-        after = parts_after_view(value, shown, parts)
-        moves = users[0].target in (aten.permute.default, aten.expand.default)
-        if after is None or after.interleaved or moves:
-            raise CannotTake(cat, "writes to other dims")
-        node, parts = users[0], after
-    return node, parts
-
-
-def _has_grid(shape: torch.Size, first: int, grid: list[int]) -> bool:
-    return first >= 0 and list(shape[first : first + len(grid)]) == grid
-
-
-def static_windows(windows: Windows) -> bool:
-    """Whether the dims of the grid are adjacent, so that they can be merged and divided."""
-    spec = windows.spec
-    value = value_of(windows.source)
-    assert value is not None, "the op gives one tensor"
-    between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
-    return all(generic_shape(value)[d] == 1 for d in between)
+    return Sink(reader, first, pieces)

@@ -24,7 +24,6 @@ gradient it is the gradient of the label's element.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -34,10 +33,8 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.attention import ROWS, heads_dim, is_attention, is_attention_item, is_backward
-from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
-from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.token_rules.arguments import argument, shape_of
@@ -65,31 +62,20 @@ def expand_to_rows(joint: JointGraph) -> Rewritten:
 
 
 def _expanded(joint: JointGraph, specs: Mapping[fx.Node, Spec]) -> Rewritten:
-    partly_broadcast = _partly_broadcast(specs)
-    if not partly_broadcast:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    by_name, sizes = rewriting.joint.by_name, rewriting.sizes
-    for user_name, operand_name, spec in partly_broadcast:
-        user, operand = by_name[user_name], by_name[operand_name]
-        result = next(tensors_of(user.meta["val"]))  # all results of a pointwise op have one shape
-        shape = _expanded_shape(result.shape, operand.meta["val"].shape, spec)
-        with rewriting.graph.inserting_before(user), contextlib.suppress(UnknownSize):
-            written = sizes.arguments(shape)
+    of_name = {node.name: spec for node, spec in specs.items() if ops.is_pointwise(node)}
+    pointwise = (node for node in joint.nodes if node.name in of_name)
+    found = (node for node in pointwise if _partly_broadcast_operands(node, specs[node]))
+
+    def expand(rewriting: Rewriting, node: fx.Node) -> None:
+        spec = of_name[node.name]
+        result = next(tensors_of(node.meta["val"]))  # all results of a pointwise op have one shape
+        for operand in _partly_broadcast_operands(node, spec):
+            shape = _expanded_shape(result.shape, operand.meta["val"].shape, spec)
+            written = rewriting.sizes.arguments(shape)
             expanded = rewriting.builder.call(aten.expand.default, operand, written)
-            expanded.meta.update(policy_meta(user))
-            rewriting.replace(operand, expanded, [user])
-    return rewriting.finished(), frozenset(user for user, _, _ in partly_broadcast)
+            rewriting.replace(operand, expanded, [node])
 
-
-def _partly_broadcast(specs: Mapping[fx.Node, Spec]) -> list[tuple[str, str, Spec]]:
-    """Triples: the name of the pointwise op, that of the operand, the spec of the op's result."""
-    return [
-        (node.name, operand.name, spec)
-        for node, spec in specs.items()
-        if ops.is_pointwise(node)
-        for operand in _partly_broadcast_operands(node, spec)
-    ]
+    return rewritten(joint, found, expand)
 
 
 def _partly_broadcast_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
@@ -235,19 +221,9 @@ def _copies(rewriting: Rewriting, shared: list[str]) -> frozenset[str]:
 def _without_sums(joint: JointGraph, least: int) -> Rewritten:
     """Without sums, over the last dim, of such values that have their tokens there."""
     needs = _needs(joint)
-    found = [node.name for node in joint.nodes if _is_over_tokens(joint, node, needs, least)]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    made = set[str]()
-    for name in found:
-        node = rewriting.joint.by_name[name]
-        with rewriting.graph.inserting_before(node):
-            total = rewritten_row_sum(rewriting.builder, node.target, node.args, node.kwargs)
-        if total is not None:
-            rewriting.replace(node, total)
-            made.add(total.name)
-    return rewriting.finished() if made else joint, frozenset(made)
+    found = (node for node in joint.nodes if _is_over_tokens(joint, node, needs, least))
+    total = lambda copy, node: rewritten_row_sum(copy.builder, node.target, node.args, node.kwargs)
+    return rewritten(joint, found, total)
 
 
 def _is_over_tokens(joint: JointGraph, node: fx.Node, needs: _Needs, least: int) -> bool:

@@ -308,7 +308,8 @@ def _is_low(node: fx.Node) -> bool:
 
 def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> frozenset[fx.Node]:
     """The products of the backward that share the tokens with a product, and what they lead to."""
-    needs = ops.operand_specs(product, joint.cached(downstream)[product][0])
+    spec, _ = joint.cached(downstream).get(product, ((0,), product))
+    needs = ops.operand_specs(product, spec)
     if isinstance(needs, Refusal):
         raise CannotTake(product, needs.reason)
     (tokens,) = (ops.base_of(n) for n in ops.matmul_factors(product) if needs[n] != WHOLE)

@@ -36,7 +36,6 @@ otherwise, within a few units of the last place.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Iterator
@@ -47,7 +46,6 @@ from torch import fx
 
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.node_meta import policy_meta, replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.row_sums import exponents
 from mstpass.graph.sizes import same_shape
@@ -88,27 +86,19 @@ def _means_over_tokens(joint: JointGraph) -> Iterator[fx.Node]:
 
 
 def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
-    """Add the sum and its quotient before the mean, and let the quotient replace the mean.
-
-    Returns:
-        The sum.
-    """
+    """The sum, divided by the number of its elements."""
     (operand,) = mean.all_input_nodes
     value, shape = mean.meta["val"], operand.meta["val"].shape
     dims = reduced_dims(mean, len(shape))
     keepdim = value.dim() == len(shape)
     dtype = torch.float32 if value.dtype in _LOW_PRECISION else value.dtype
-    builder = rewriting.builder
-    with rewriting.graph.inserting_before(mean):
-        (count,) = rewriting.sizes.arguments([math.prod(shape[d] for d in dims)])
-        total = builder.call(aten.sum.dim_IntList, operand, dims, keepdim, dtype=dtype)
-        quotient = builder.call(aten.div.Tensor, total, count)
-        if dtype != value.dtype:
-            quotient = builder.call(prims.convert_element_type.default, quotient, value.dtype)
-    for node in (total, quotient):
-        node.meta.update(policy_meta(mean))
-    rewriting.replace(mean, quotient)
-    return total
+    call = rewriting.builder.call
+    (count,) = rewriting.sizes.arguments([math.prod(shape[d] for d in dims)])
+    total = call(aten.sum.dim_IntList, operand, dims, keepdim, dtype=dtype)
+    quotient = call(aten.div.Tensor, total, count)
+    if dtype == value.dtype:
+        return quotient
+    return call(prims.convert_element_type.default, quotient, value.dtype)
 
 
 def variances_as_sums(joint: JointGraph) -> Rewritten:
@@ -134,32 +124,29 @@ def _is_over_tokens(joint: JointGraph, node: fx.Node) -> bool:
     return set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor))
 
 
-def _replace(rewriting: Rewriting, node: fx.Node) -> fx.Node:
-    """Add the mean, the squares and their sum before the node. Returns the sum."""
+def _replace(rewriting: Rewriting, node: fx.Node) -> fx.Node | None:
+    """The variance, by the mean, the squares and their sum; or the items of both are replaced."""
     (operand,) = node.all_input_nodes
     value, call = operand.meta["val"], rewriting.builder.call
     dims, correction = reduced_dims(node, value.dim()), argument(node, "correction")
     keepdim = bool(argument(node, "keepdim"))
-    with rewriting.graph.inserting_before(node):
-        (count,) = rewriting.sizes.arguments([math.prod(value.shape[d] for d in dims)])
-        divisor = _less(rewriting, count, 1 if correction is None else correction)
-        values = operand
-        if value.dtype in _LOW_PRECISION:
-            values = call(prims.convert_element_type.default, operand, torch.float32)
-        mean = call(aten.mean.dim, values, dims, True)
-        shifted = call(aten.sub.Tensor, values, mean)
-        squares = call(aten.mul.Tensor, shifted, shifted)
-        total = call(aten.sum.dim_IntList, squares, dims, keepdim)
-        results = [call(aten.div.Tensor, total, divisor)]
-        results.append(mean if keepdim else call(aten.squeeze.dims, mean, dims))
-        if values is not operand:
-            results = [call(prims.convert_element_type.default, n, value.dtype) for n in results]
+    (count,) = rewriting.sizes.arguments([math.prod(value.shape[d] for d in dims)])
+    divisor = _less(rewriting, count, 1 if correction is None else correction)
+    values = operand
+    if value.dtype in _LOW_PRECISION:
+        values = call(prims.convert_element_type.default, operand, torch.float32)
+    mean = call(aten.mean.dim, values, dims, True)
+    shifted = call(aten.sub.Tensor, values, mean)
+    squares = call(aten.mul.Tensor, shifted, shifted)
+    total = call(aten.sum.dim_IntList, squares, dims, keepdim)
+    results = [call(aten.div.Tensor, total, divisor)]
+    results.append(mean if keepdim else call(aten.squeeze.dims, mean, dims))
+    if values is not operand:
+        results = [call(prims.convert_element_type.default, n, value.dtype) for n in results]
     if node.target is aten.var.correction:
-        rewriting.replace(node, results[0])
-    else:
-        for item in list(node.users):
-            rewriting.replace(item, results[item.args[1]])  # type: ignore[index]
-    return total
+        return results[0]
+    rewriting.replace_items(node, results)
+    return None
 
 
 def _less(rewriting: Rewriting, count: Any, correction: float) -> Any:
@@ -169,33 +156,19 @@ def _less(rewriting: Rewriting, count: Any, correction: float) -> Any:
     return max(count - correction, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sum:
-    """The names of the nodes of one such sum: x, m, M and s."""
-
-    values: str
-    own_maximum: str
-    maximum: str
-    total: str
-
-
 def local_sums(joint: JointGraph) -> Rewritten:
     """Rewrite such sums over the results of anchors, in a copy of the graph.
 
     Returns:
-        The copy and the names of the sums in it; the graph itself if it has none.
+        The copy and the names of the nodes that changed; the graph itself if it has none.
     """
     known = joint.cached(downstream)
-    found = [s for node in joint.nodes if (s := _sum_of(node)) and joint.by_name[s.values] in known]
-    if not found:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    made = frozenset(_replace_by_own_sum(rewriting, each).name for each in found)
-    return rewriting.finished(), made
+    found = (node for node in joint.nodes if (s := _sum_of(node)) is not None and s[0] in known)
+    return rewritten(joint, found, _own_sum)
 
 
-def _sum_of(total: fx.Node) -> _Sum | None:
-    """The sum, if the node is the s of the pattern."""
+def _sum_of(total: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """x, m and M, if the node is the s of the pattern."""
     if total.target is not aten.sum.dim_IntList or not any(map(is_collective, total.users)):
         return None
     values, maximum = exponents(total.args[0])
@@ -204,7 +177,7 @@ def _sum_of(total: fx.Node) -> _Sum | None:
         return None
     if list(own.args[1:2]) != list(total.args[1:2]) or not _keep_dims(own, total):
         return None
-    return _Sum(values.name, own.name, maximum.name, total.name)
+    return values, own, maximum
 
 
 def _maximum_of_all_ranks(node: fx.Node) -> fx.Node | None:
@@ -228,26 +201,17 @@ def _keep_dims(*reductions: fx.Node) -> bool:
     ) and same_shape(values[0].shape, values[1].shape)
 
 
-def _replace_by_own_sum(rewriting: Rewriting, found: _Sum) -> fx.Node:
-    """Put the new sum in the place of the old one. Returns the sum with the rank's own maximum."""
-    builder, by_name = rewriting.builder, rewriting.joint.by_name
-    old = by_name[found.total]
-    values, own, maximum = (
-        by_name[name] for name in (found.values, found.own_maximum, found.maximum)
-    )
-    value = own.meta["val"]
-    call = builder.call
-    with builder.graph.inserting_before(own.next):
-        zero = builder.filled([], 0, value)
+def _own_sum(rewriting: Rewriting, old: fx.Node) -> fx.Node:
+    """The same sum, with the rank's own maximum."""
+    call, found = rewriting.builder.call, _sum_of(old)
+    assert found is not None, "the copy has the sum"
+    values, own, maximum = found
+    with rewriting.graph.inserting_before(own.next):
+        zero = rewriting.builder.filled([], 0, own.meta["val"])
         nothing = call(aten.eq.Scalar, own, float("-inf"))
         subtracted = call(aten.where.self, nothing, zero, own)
         exponentials = call(aten.exp.default, call(aten.sub.Tensor, values, subtracted))
         total = call(old.target, exponentials, *old.args[1:], **old.kwargs)
-    with builder.graph.inserting_before(old):
-        scale = call(aten.exp.default, call(aten.sub.Tensor, own, maximum))
-        empty = call(aten.eq.Scalar, own, float("-inf"))
-        scaled = call(aten.where.self, empty, zero, call(aten.mul.Tensor, total, scale))
-    for node in (total, scaled):
-        node.meta.update(replacement_meta(old))
-    rewriting.replace(old, scaled)
-    return total
+    scale = call(aten.exp.default, call(aten.sub.Tensor, own, maximum))
+    empty = call(aten.eq.Scalar, own, float("-inf"))
+    return call(aten.where.self, empty, zero, call(aten.mul.Tensor, total, scale))

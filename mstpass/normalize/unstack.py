@@ -80,11 +80,11 @@ def unstack(joint: JointGraph) -> Rewritten:
         no such value.
     """
     joint, of_cats = repeated(joint, _next_cat, lambda *cat: _Unstacker(*cat).unstack())
-    joint, of_products = repeated(joint, next_divisions, _divided)
+    joint, of_products = repeated(joint, next_divisions, divided)
     return joint, of_cats | of_products
 
 
-def _divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
+def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
     """The graph in which all of these products are computed part by part.
 
     Raises:

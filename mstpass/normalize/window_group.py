@@ -20,8 +20,6 @@ from mstpass.normalize.token_window import TAKERS, rows_taken
 from mstpass.walk import walk
 
 aten = torch.ops.aten
-prims = torch.ops.prims
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class WindowGroup(Partial):
@@ -157,31 +155,6 @@ class WindowGroup(Partial):
             (node, self.window(whole, dim, [lane.start, lane.stop], node))
             for lane, node in zip(self.lanes, nodes, strict=True)
         ]
-
-    def totals_of(
-        self, nodes: list[fx.Node], readers: list[fx.Node]
-    ) -> list[tuple[fx.Node, fx.Node]]:
-        """For each lane's sum of all elements: the sum of the lane's tokens' own sums."""
-        self.nodes.setdefault(nodes[0], nodes)
-        spec = self.cone[nodes[0]]
-        whole = self.value(nodes[0], spec)
-        value = whole.meta["val"]
-        wide = torch.float32 if value.dtype in _LOW_PRECISION else None
-        features = [d for d in range(value.dim()) if d not in range(spec[0], spec[-1] + 1)]
-        rows = self.builder.call(aten.sum.dim_IntList, whole, features, True, dtype=wide)
-        grid = self.sizes.reshaped(rows, self.windows.grid)
-        found = []
-        for lane, node, reader in zip(self.lanes, nodes, readers, strict=True):
-            bounds = self.windows.axis, lane.start, lane.stop
-            window = self.builder.call(aten.slice.Tensor, grid, *bounds)
-            total = self.builder.call(aten.sum.default, window)
-            if reader.target is aten.mean.default:
-                total = self.builder.call(aten.div.Tensor, total, numel(node))
-            dtype = reader.meta["val"].dtype
-            if total.meta["val"].dtype != dtype:
-                total = self.builder.call(prims.convert_element_type.default, total, dtype)
-            found.append((reader, self.sizes.reshaped(total, list(reader.meta["val"].shape))))
-        return found
 
     def sum_of(self, nodes: list[fx.Node], readers: list[fx.Node]) -> fx.Node:
         """The sum of the lanes' sums over their tokens: one sum over all tokens."""

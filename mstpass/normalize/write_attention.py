@@ -18,7 +18,6 @@ from torch import fx
 from mstpass.graph.bands import Band
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.token_rules.arguments import argument
@@ -27,6 +26,17 @@ from mstpass.torch_internals.graphs import name_of, schema_of
 
 aten = torch.ops.aten
 WINDOW = "aten::_flash_attention_forward"
+_OPS = {
+    FLASH: (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+    ),
+    CUDNN: (
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    ),
+    WINDOW: (aten._flash_attention_forward.default, aten._flash_attention_backward.default),
+}
 
 
 class CannotReplace(Exception):
@@ -104,42 +114,31 @@ class _Writer:
 
     def __init__(self, rewriting: Rewriting, decision: FlaggedAttention):
         self.rewriting, self.decision = rewriting, decision
-        self.made: list[fx.Node] = []
+        self._call = rewriting.builder.call
 
     def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> None:
         """Replace the nodes."""
         graph = self.rewriting.graph
-        with graph.inserting_before(forward):
+        with self.rewriting.before(forward):
             self._forward(forward)
         self._replace_items(forward, {0: self.output}, backwards)
-        self._inherit(forward)
         for node in backwards:
-            with graph.inserting_before(node):
+            with self.rewriting.before(node):
                 gradients = self._backward(node)
             self._replace_items(node, dict(enumerate(gradients)), ())
-            self._inherit(node)
         for node in (*reversed(backwards), forward):
             for item in list(node.users):
                 graph.erase_node(item)
             graph.erase_node(node)
 
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.rewriting.builder.call(target, *args, **kwargs)
-        self.made.append(node)
-        return node
-
     def _items(self, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
         return [self._call(operator.getitem, node, position) for position in positions]
 
-    def _swapped(self, node: fx.Node) -> fx.Node:
-        """Heads and tokens change places."""
+    def _laid_out(self, node: fx.Node) -> fx.Node:
+        """A value as the op has it: where windows are, heads and tokens change places."""
+        if self.decision.kernel != WINDOW:
+            return node
         return self._call(aten.permute.default, node, [0, 2, 1, 3])
-
-    def _inherit(self, old: fx.Node) -> None:
-        meta = replacement_meta(old)
-        for node in self.made:
-            node.meta.update(meta)
-        self.made = []
 
     def _replace_items(
         self, old: fx.Node, new: Mapping[int, fx.Node], backwards: Sequence[fx.Node]
@@ -163,53 +162,29 @@ class _Writer:
 
     # ---- the ops ---------------------------------------------------------------------------------
     def _forward(self, node: fx.Node) -> None:
-        operands = [argument(node, name) for name in ("query", "key", "value")]
-        causal, scale = self.decision.band.is_causal, argument(node, "scale")
-        self.lengths = self._lengths(node)
-        if self.decision.kernel == FLASH:
-            op = aten._scaled_dot_product_flash_attention.default
-            new = self._call(op, *operands, 0.0, causal, False, scale=scale)
-            self.output, self.logsumexp, *self.state = self._items(new, (0, 1, 6, 7))
-        elif self.decision.kernel == CUDNN:
-            op = aten._scaled_dot_product_cudnn_attention.default
-            keeps = argument(node, "compute_log_sumexp")
-            new = self._call(op, *operands, None, keeps, 0.0, causal, False, scale=scale)
-            self.output, self.logsumexp, *self.state = self._items(new, (0, 1, 6, 7))
-        else:
-            self.swapped = list(map(self._swapped, operands))
-            op = aten._flash_attention_forward.default
-            args = (*self.swapped, None, None, *self.lengths, 0.0, False, False)
-            new = self._call(op, *args, scale=scale, **self._window())
-            self.inner, self.logsumexp, *self.state = self._items(new, (0, 1, 2, 3))
-            self.output = self._swapped(self.inner)
+        kernel, band = self.decision.kernel, self.decision.band
+        self.operands = [self._laid_out(argument(node, n)) for n in ("query", "key", "value")]
+        self.lengths, self.how = self._lengths(node), {"scale": argument(node, "scale")}
+        first: tuple[Any, ...] = ()
+        if kernel == WINDOW:
+            first = (None, None, *self.lengths)
+            self.how["window_size_left"] = -1 if band.left is None else band.left
+            self.how["window_size_right"] = -1 if band.right is None else band.right
+        elif kernel == CUDNN:
+            first = (None, argument(node, "compute_log_sumexp"))
+        op, _ = _OPS[kernel]
+        new = self._call(op, *self.operands, *first, 0.0, band.is_causal, False, **self.how)
+        state = (2, 3) if kernel == WINDOW else (6, 7)
+        self.inner, self.logsumexp, *self.state = self._items(new, (0, 1, *state))
+        self.output = self._laid_out(self.inner)
 
     def _backward(self, node: fx.Node) -> list[fx.Node]:
-        first = (
-            "grad_out_"
-            if name_of(node.target).endswith("efficient_attention_backward")
-            else "grad_out"
-        )
-        gradient = argument(node, first)
-        operands = [argument(node, name) for name in ("query", "key", "value")]
-        causal, scale = self.decision.band.is_causal, argument(node, "scale")
-        no_sequences = (None, None, *self.lengths)
-        if self.decision.kernel == FLASH:
-            op = aten._scaled_dot_product_flash_attention_backward.default
-            args = (gradient, *operands, self.output, self.logsumexp, *no_sequences, 0.0, causal)
-            return self._items(self._call(op, *args, *self.state, scale=scale), (0, 1, 2))
-        if self.decision.kernel == CUDNN:
-            op = aten._scaled_dot_product_cudnn_attention_backward.default
-            args = (gradient, *operands, self.output, self.logsumexp, *self.state, None)
-            new = self._call(op, *args, *no_sequences, 0.0, causal, scale=scale)
-            return self._items(new, (0, 1, 2))
-        op = aten._flash_attention_backward.default
-        args = (self._swapped(gradient), *self.swapped, self.inner, self.logsumexp, *no_sequences)
-        new = self._call(op, *args, 0.0, False, *self.state, scale=scale, **self._window())
-        return list(map(self._swapped, self._items(new, (0, 1, 2))))
-
-    def _window(self) -> dict[str, int]:
-        band = self.decision.band
-        return {
-            "window_size_left": -1 if band.left is None else band.left,
-            "window_size_right": -1 if band.right is None else band.right,
-        }
+        is_efficient = name_of(node.target).endswith("efficient_attention_backward")
+        gradient = self._laid_out(argument(node, "grad_out_" if is_efficient else "grad_out"))
+        rest = (None, None, *self.lengths, 0.0, self.decision.band.is_causal)
+        is_cudnn = self.decision.kernel == CUDNN
+        rest = (*self.state, None, *rest) if is_cudnn else (*rest, *self.state)
+        _, op = _OPS[self.decision.kernel]
+        args = (gradient, *self.operands, self.inner, self.logsumexp, *rest)
+        gradients = self._items(self._call(op, *args, **self.how), (0, 1, 2))
+        return list(map(self._laid_out, gradients))

@@ -19,8 +19,9 @@ from mstpass.pipeline import collector_paused
 from mstpass.planner.allocator import Event
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
+from mstpass.problem.apply_modes import modes_of
 from mstpass.problem.op import INPUT, POINTWISE, VIEW
-from mstpass.problem.problem import CutProblem, Plan, Value, is_loop, pinned_bytes
+from mstpass.problem.problem import CutProblem, Mode, Plan, Value, is_loop, pinned_bytes
 from mstpass.walk import walk_once
 
 FREE, LEAST = "free", 0.0  # values of memory_budget
@@ -77,14 +78,16 @@ class CompiledStep:
         return pinned_bytes(v.bytes for v in self._simulation.problem.values if v.name in offloaded)
 
     @property
+    def _modes(self) -> list[Mode]:
+        """The mode of each region."""
+        return modes_of(self.problem, self.plan.modes)
+
+    @property
     def narrow(self) -> tuple[str, ...]:
         """What is wrong with calls whose kernels are not made for tensors so large."""
         ops = (*self._program.forward, *self._program.backward)
         whole = (self.traced.narrow.get(op.node_name, "") for op in ops)
-        first = {region.region: region.modes[0].name for region in self.problem.regions}
-        names = {**first, **self.plan.modes}
-        modes = (region[names[region.region]] for region in self.problem.regions)
-        in_loops = (text for mode in modes for loop in mode.loops for text in loop.narrow)
+        in_loops = (text for mode in self._modes for loop in mode.loops for text in loop.narrow)
         return tuple(filter(None, dict.fromkeys((*whole, *in_loops))))
 
     @property
@@ -113,8 +116,7 @@ class CompiledStep:
     @property
     def kept(self) -> str:
         """What the plan keeps and runs in loops, in words."""
-        modes = [self.plan.modes.get(r.region, r.modes[0].name) for r in self.problem.regions]
-        looped = collections.Counter(mode for mode in modes if mode != "whole")
+        looped = collections.Counter(mode.name for mode in self._modes if mode.loops)
         loops = ", ".join(f"{count} {mode}" for mode, count in looped.items())
         return f"keeps {len(self.plan.saved)} values; loops: {loops or 'none'}"
 

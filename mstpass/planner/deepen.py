@@ -14,8 +14,7 @@ next; where it lies in one list follows from what it reads in others. ::
               ... -1    0    1     2   ...   n   n + 1 ...     behind, with n copies of 0
     operand   as far from the value that reads it as before
 
-This serves to search for a length and a plan. The whole model is traced at one length; where its
-problem is the same but for names, the copy stands for it (background.py).
+The copy stands for a model whose layers are alike, by their modules (`models.are_alike`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import UNFINISHED, CutProblem, RegionModes, Value
+from mstpass.problem.problem import CutProblem, RegionModes, Value, renamed
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
@@ -256,33 +255,8 @@ class _Layers:
                     yield self._region(region, 0, number)
 
     def _region(self, region: RegionModes, layer: int, number: int) -> RegionModes:
-        return region.renamed(lambda name: self._at(name, layer, number))
+        return renamed(region, lambda name: self._at(name, layer, number))
 
 
 def _copy(name: str, number: int) -> str:
     return f"{name}@{number}"
-
-
-# ---- the same problem with other names ---------------------------------------------------------
-def is_same(problem: CutProblem, other: CutProblem) -> bool:
-    """Whether two problems differ in nothing but names."""
-    values, others = (
-        {value.name: value for value in (*p.values, *p.backward)} for p in (problem, other)
-    )
-    if len(values) != len(others):
-        return False
-    names = dict(zip(values, others, strict=True))
-
-    def name_of(name: str) -> str:
-        node = name.removesuffix(UNFINISHED)  # of a loop's buffer that stands for a node
-        return names.get(node, node) + name[len(node) :]
-
-    return (
-        len(problem.values) == len(other.values)
-        and [v.renamed(name_of, name=name_of(v.name)) for v in values.values()]
-        == [*others.values()]
-        and tuple(region.renamed(name_of) for region in problem.regions) == other.regions
-        and set(map(name_of, problem.gradients)) == set(other.gradients)
-        and set(map(name_of, problem.torch_saved or ())) == set(other.torch_saved or ())
-        and tuple(map(name_of, problem.outputs)) == other.outputs
-    )

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.planner.eager_step import EagerStep, Loss, Recipe, eager_step
 from mstpass.planner.lengths import START, longest
 from mstpass.planner.models import config_of, layer_count, layers_of
-from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, RECIPE, Report, Request, Row, Steps
+from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, RECIPE, Report, Request, Row, silent
 from mstpass.planner.room import Room, traceable
 from mstpass.tracing.devices import traced_for
 
@@ -159,17 +159,14 @@ _KEEPS = {
     f"{HEAD_TILES} tiles",
 }
 _DEEP = 6  # layers from which on shallow copies take less time than the whole model
-_EXPECTED = 6  # steps of a search
 
 
-def eager_rows(room: Room, report: Report) -> tuple[Row, ...]:
+def eager_rows(room: Room, report: Report = silent) -> tuple[Row, ...]:
     """The rows of `ways`, one after the other."""
     with traced_for(None, room.request.gpu):
         config = config_of(room.request.model)
-        return tuple(
-            _Search(room, config, recipe, Steps(report, name, _EXPECTED)).row(name)
-            for name, recipe in ways(room.request).items()
-        )
+        each = ways(room.request).items()
+        return tuple(_Search(room, config, recipe, report).row(name) for name, recipe in each)
 
 
 def ways(request: Request) -> Mapping[str, Recipe]:
@@ -185,8 +182,8 @@ def ways(request: Request) -> Mapping[str, Recipe]:
 class _Search:
     """Steps of one way to train, at any length; each runs once."""
 
-    def __init__(self, room: Room, config: Any, recipe: Recipe, steps: Steps):
-        self.room, self.config, self.recipe, self.steps = room, config, recipe, steps
+    def __init__(self, room: Room, config: Any, recipe: Recipe, report: Report):
+        self.room, self.config, self.recipe, self.report = room, config, recipe, report
         self.step_at = functools.cache(self._step_at)
         checkpoints = getattr(recipe, "func", recipe) is not plain
         self.offload = checkpoints and room.request.host_bytes > 0
@@ -194,9 +191,7 @@ class _Search:
 
     def row(self, name: str) -> Row:
         keeps = f"{_KEEPS[name]}; these inputs wait on the host" if self.offload else _KEEPS[name]
-        row = self.room.searched_row(name, keeps, self.step_at, self._longest, self._curve_bytes)
-        self.steps.end()
-        return row
+        return self.room.searched_row(name, keeps, self.step_at, self._longest, self._curve_bytes)
 
     def _longest(self) -> int:
         limit, guess = self.room.step_bytes, START
@@ -233,7 +228,7 @@ class _Search:
 
     def _step_at(self, length: int, layers: int | None = None) -> EagerStep:
         if layers != 1:
-            self.steps.begin(f"{length:,} tokens")
+            self.report(f"eager steps: {length:,} tokens")
         request = self.room.request
         with traceable(request):
             return eager_step(

@@ -171,11 +171,6 @@ def layer_count(config: Any) -> int:
     return getattr(config.get_text_config(), "num_hidden_layers", 0)
 
 
-def has_kinds_of_layers(config: Any) -> bool:
-    """Whether a config names layers of several kinds, such as some with a window."""
-    return len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1
-
-
 def most_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
@@ -190,6 +185,21 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def are_alike(model: nn.Module) -> bool:
+    """Whether the layers of a model have the same modules, with the same sizes and settings."""
+    return len({_look(layer) for layer in layers_of(model)}) == 1
+
+
+def _look(layer: nn.Module) -> tuple[object, ...]:
+    def settings(module: nn.Module) -> dict[str, Any]:
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        return {key: value for key, value in plain.items() if key != "layer_idx"}
+
+    shapes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+    modules = ((n, type(m), *sorted(settings(m).items())) for n, m in layer.named_modules())
+    return shapes, *modules
 
 
 def keep_layers(model: nn.Module, count: int) -> None:

@@ -130,8 +130,7 @@ def plan(request: Request, report: Report = silent, processes: int = 1) -> Train
 
     Args:
         report: is told how far each piece of work is.
-        processes: with more than one, other processes plan the eager rows and trace the whole
-            model meanwhile.
+        processes: with more than one, another process plans the eager rows meanwhile.
 
     Raises:
         ModelError: there is no such model.
@@ -160,10 +159,10 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
         if processes > 1 and request.compares_eager:
-            background = Background(eager_rows, (room,), report, _COMPARES)
+            background = Background(eager_rows, (room,), _COMPARES)
             compared = stack.enter_context(background).result
         if known is None:
-            compiled = CompiledRows(room, config, report, processes)
+            compiled = CompiledRows(room, config, report)
             known = compiled, compiled.mst_row()
         compiled, own = known
         rows: tuple[Row, ...] = () if request.alone else (compiled.inductor_row(),)

@@ -81,14 +81,14 @@ class Room:
         need = needed_bytes(step.events, self._resident, room)
         return dataclasses.replace(parts, gaps=max(0, need - self.fixed.total - parts.total))
 
-    def with_gaps(self, length: int, step_at: Callable[[int], Step]) -> int:
+    def with_gaps(self, length: int, bytes_at: Callable[[int], int]) -> int:
         """The longest length that fits with gaps, from the longest without them.
 
         Gaps neither grow nor shrink steadily with the length. The search shortens it by half of
         the relative excess, but by at least one per cent, until the step fits.
         """
         while length > GRAIN and self.request.allocator == CACHING:
-            total = self.parts(step_at(length)).total
+            total = bytes_at(length)
             if total <= self.step_bytes:
                 break
             halved = (1 + self.step_bytes / total) / 2
@@ -118,7 +118,7 @@ class Room:
         """
         length = self.request.length
         if length is None:
-            length = self.with_gaps(longest(), step_at)
+            length = self.with_gaps(longest(), lambda n: self.parts(step_at(n)).total)
         step = step_at(length) if length else None
         return self.row(name, keeps, length, step, curve=self.curve(bytes_at, length))
 

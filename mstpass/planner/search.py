@@ -56,19 +56,16 @@ from mstpass.planner.compiled_step import FREE, LEAST, CompiledStep, planned, st
 from mstpass.planner.lengths import MOST
 from mstpass.planner.request import (
     BATCH,
-    COMBINATIONS,
     GROUPS,
     LENGTH,
     RECOMPUTE,
     SHORTEST,
-    SPLIT,
     Combination,
     DoesNotFit,
     Report,
     Request,
     Row,
     Split,
-    Steps,
     StepTime,
     silent,
 )
@@ -146,8 +143,8 @@ class BestSplit:
         counts = [n for n in range(1, training.gpus + 1) if training.gpus % n == 0]
         counts = counts if request.split else [training.sequence_ranks]
         found: list[Split] = []
-        for done, count in enumerate(counts):
-            report(SPLIT, done / (len(counts) + 1), f"{count} ranks a sequence")
+        for count in counts:
+            report(f"{count} ranks a sequence")
             found += self._of_ranks(count)
         if self._refused and len(self._refused) == len([n for n in counts if n > 1]):
             raise self._refused[-1]
@@ -160,7 +157,6 @@ class BestSplit:
                 dataclasses.replace(best.training, ranks=of_node, replicas=replicas)
             )
             best = max(found, key=_goodness)
-        report(SPLIT, 1.0, "")
         self.splits = tuple(found)
         self.request = dataclasses.replace(request, training=best.training)
         self.planned = self._planned.get(best)
@@ -237,9 +233,8 @@ def combinations_of(room: Room, config: Any, report: Report) -> tuple[Combinatio
     Raises:
         UserError: not even the shortest length fits.
     """
-    search = _Search(room, config, Steps(report, COMBINATIONS, 12))
+    search = _Search(room, config, report)
     found = sorted(search.best_of_lengths(), key=lambda each: -each.tokens_per_s)
-    search.steps.end()
     if not found:
         raise UserError(
             f"--search {','.join(sorted(room.request.search))}: not even {search.shortest:,} "
@@ -255,8 +250,8 @@ def with_fastest(request: Request, found: tuple[Combination, ...]) -> Request:
 
 
 class _Search:
-    def __init__(self, room: Room, config: Any, steps: Steps):
-        self.room, self.config, self.steps = room, config, steps
+    def __init__(self, room: Room, config: Any, report: Report):
+        self.room, self.config, self.report = room, config, report
         self.request = room.request
         self.ranks = self.request.training.sequence_ranks
         self.shortest = self.request.length or max(1, SHORTEST // self.ranks)
@@ -268,7 +263,7 @@ class _Search:
         plans = tuple(self._plans(traced))
         length = self.shortest
         while length <= MOST:
-            self.steps.begin(f"{length:,} tokens")
+            self.report(f"{length:,} tokens")
             found = [each for plan in plans for each in self._of_length(traced, plan, length)]
             if not found:
                 break
@@ -280,7 +275,7 @@ class _Search:
     def _trace(self) -> TracedStep:
         length = max(self.shortest, _TRACED // self.ranks)
         training = dataclasses.replace(self.request.training, batch=1)
-        self.steps.begin(f"tracing {length:,} tokens")
+        self.report(f"tracing {length:,} tokens")
         with traceable(self.request):
             return trace(
                 self.config, training, length, (FREE, LEAST), BLOCK, None, self.request.host_bytes
@@ -288,15 +283,15 @@ class _Search:
 
     def _plans(self, traced: TracedStep) -> Iterator[_Plan]:
         """Plans of the traced step with more and more recomputation."""
-        self.steps.begin("memory_budget=free")
+        self.report("memory_budget=free")
         free = planned(traced, traced.length, FREE, None)
         yield _Plan(FREE, FREE, free.plan)
         if RECOMPUTE not in self.request.search:
             return
-        self.steps.begin("memory_budget=0.0")
+        self.report("memory_budget=0.0")
         least = planned(traced, traced.length, LEAST, 0)
         for share in _BETWEEN:
-            self.steps.begin(f"memory_budget={share}")
+            self.report(f"memory_budget={share}")
             limit = least.peak_bytes + share * (free.peak_bytes - least.peak_bytes)
             yield _Plan(share, LEAST, planned(traced, traced.length, LEAST, int(limit)).plan)
         yield _Plan(LEAST, LEAST, least.plan)

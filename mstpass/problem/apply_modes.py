@@ -24,6 +24,7 @@ from mstpass.problem.problem import (
     CutProblem,
     Loop,
     LoopResult,
+    Mode,
     Plan,
     Value,
     node_name,
@@ -52,11 +53,8 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
         Cycle: loops need each other's results, so that no order of them exists.
         KeyError: a region has no mode of that name.
     """
-    chosen = tuple(
-        region[modes[region.region]] if region.region in modes else region.modes[0]
-        for region in problem.regions
-    )
-    cache = problem.cached(_Cache).by_modes
+    chosen = modes_of(problem, modes)
+    cache = problem.cached(_by_modes)
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]
@@ -69,11 +67,17 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     return cache[names]
 
 
-class _Cache:
-    """The last few results of ``with_modes`` for one problem, by the names of the modes."""
+def modes_of(problem: CutProblem, modes: Mapping[str, str]) -> list[Mode]:
+    """The mode of each region, as in ``with_modes``."""
+    return [
+        region[modes[region.region]] if region.region in modes else region.modes[0]
+        for region in problem.regions
+    ]
 
-    def __init__(self, problem: CutProblem):
-        self.by_modes: dict[tuple[str, ...], CutProblem] = {}
+
+def _by_modes(problem: CutProblem) -> dict[tuple[str, ...], CutProblem]:
+    """The last few results of ``with_modes`` for one problem, by the names of the modes."""
+    return {}
 
 
 def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
@@ -197,7 +201,7 @@ class _Writer:
         inputs = lambda name: self.new[name].inputs
         serves_forward = set(walk_once(self.problem.outputs, inputs))
         values = [
-            v if v.forward == (v.name in serves_forward) else v.changed(forward=not v.forward)
+            v.changed(forward=v.name in serves_forward)
             for v in self.new.values()
             if v.name not in self.backward
         ]

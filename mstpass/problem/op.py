@@ -54,8 +54,7 @@ class Op:
         merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
             needs a loop. Kernels that read the value through it are not fused with that kernel.
         broadcasts: the operands of fewer elements than its result, each with the dims, counted from
-            the last, in which it is repeated. Unless these are single numbers, its kernel needs a
-            loop for each dim.
+            the last, in which it is repeated.
         loops_end: where another loop begins, as the number of elements that the loops outside run
             through: one of these operands is repeated along a dim and not along the next one, or it
             is a part of another value, so that its rows lie apart.
@@ -120,6 +119,8 @@ class Op:
 
     def changed(self, **fields: Any) -> Self:
         """``dataclasses.replace``, but for the checks of the values: for walks over whole steps."""
+        if all(getattr(self, name) == value for name, value in fields.items()):
+            return self
         new = object.__new__(type(self))
         vars(new).update(vars(self), **fields)
         return new

@@ -67,6 +67,8 @@ MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
 LOOP = "loop:"  # prefix of a name: see loop_name()
 UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
+FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"  # kinds of modes
+WHOLE = "whole"  # the kind of the mode without loops
 FREE_OVERHEAD = 0.02  # the default of the option ``free_overhead``
 
 T = TypeVar("T")
@@ -169,35 +171,27 @@ class Loop:
     narrow: tuple[str, ...] = ()
     in_rows: tuple[tuple[str, int], ...] = ()
 
-    def renamed(self, name_of: Callable[[str], str]) -> Loop:
-        """The loop with other names of nodes."""
-        results = (
-            dataclasses.replace(
-                r, node=name_of(r.node), scale=name_of(r.scale), over=name_of(r.over)
-            )
-            for r in self.results
-        )
-        return dataclasses.replace(
-            self,
-            name=loop_name(name_of(self.name.removeprefix(LOOP))),
-            members=tuple(map(name_of, self.members)),
-            needs=tuple(map(name_of, self.needs)),
-            results=tuple(results),
-            in_rows=tuple((name_of(operand), size) for operand, size in self.in_rows),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
     """One way to run a region. A mode without loops leaves the region as it was traced.
 
     Attributes:
+        kind: ``FUSED``, ``MIXED``, ``RECOMPUTE`` or ``SAVE`` (loops/region_loops.py), or ``WHOLE``.
         wide: its loops also compute attention, which others leave whole.
+        chunks: how its chunks differ from those of other modes of the kind, in words.
     """
 
-    name: str
+    kind: str
     loops: tuple[Loop, ...] = ()
     wide: bool = False
+    chunks: str = ""
+
+    @functools.cached_property
+    def name(self) -> str:
+        """What tells it from the region's other modes, in plans and reports."""
+        words = self.kind, self.chunks, "block" if self.wide else ""
+        return ", ".join(filter(None, words))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +207,6 @@ class RegionModes:
             raise ValueError(
                 f"region {self.region} needs one or more modes of different names, has {names}"
             )
-
-    def renamed(self, name_of: Callable[[str], str]) -> RegionModes:
-        """The modes of a region that is equal but for the names of its nodes."""
-        modes = (
-            dataclasses.replace(mode, loops=tuple(loop.renamed(name_of) for loop in mode.loops))
-            for mode in self.modes
-        )
-        return RegionModes(name_of(self.region), tuple(modes))
 
     def __getitem__(self, name: str) -> Mode:
         for mode in self.modes:
@@ -369,6 +355,26 @@ def value_name(node: str) -> str:
     return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
 
 
+_WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node
+_WORDS |= {"mode", "narrow", "note", "phase", "source"}
+
+
+def renamed(record: T, name_of: Callable[[str], str], is_name: bool = False) -> T:
+    """A record of regions or loops that is equal but for the names of nodes."""
+    found: Any = record
+    if isinstance(record, str) and record and is_name:
+        prefix = LOOP if is_loop(record) else ""
+        found = prefix + name_of(record.removeprefix(prefix))
+    elif type(found) in (tuple, frozenset):
+        found = type(found)([renamed(item, name_of, is_name) for item in found])
+    elif dataclasses.is_dataclass(record):
+        fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        own = {name: renamed(value, name_of, name not in _WORDS) for name, value in fields.items()}
+        found = dataclasses.replace(found, **own)
+    result: T = found
+    return result
+
+
 def with_needs(
     values: Iterable[Value], backward: Iterable[Value], gradients: Iterable[str]
 ) -> tuple[Value, ...]:
@@ -377,7 +383,4 @@ def with_needs(
     for op in reversed(list(backward)):
         if op.name in live:
             live.update(op.inputs)
-    return tuple(
-        value if value.needed == (value.name in live) else value.changed(needed=value.name in live)
-        for value in values
-    )
+    return tuple([value.changed(needed=value.name in live) for value in values])

@@ -2,8 +2,8 @@
 
     x -> norm, queries, keys, values -> attention -> projection + x = h -> norm, MLP + h = y
 
-Keys and values are computed of all tokens first, in a round of their own (loops/rounds.py). Then
-everything between ``x`` and ``y`` is computed chunk by chunk of the queries: attention reads
+Keys and values are computed of all tokens first, in a round of their own (loops/region_facts.py).
+Then everything between ``x`` and ``y`` is computed chunk by chunk of the queries: attention reads
 its queries row by row (graph/attention.py). In the backward, the gradients of keys and values are
 sums over chunks; what is computed from them token by token follows in another round.
 

@@ -14,7 +14,7 @@ Pseudo-code::
         if that is refused as well: try the same along its features; if that is refused: a rejection
 
 Along features, the tokens may be mixed: a value is reduced or shifted over them, or two halves of a
-batch are compared. A loss over logits is then computed in rounds (loops/rounds.py).
+batch are compared. A loss over logits is then computed in rounds (loops/region_facts.py).
 """
 
 from __future__ import annotations

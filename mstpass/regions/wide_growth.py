@@ -193,7 +193,7 @@ class WideGrowth(Growth):
 
         It may if the value exists before the loop: it is small, and no product of the region, nor
         the gradient that enters it, leads to it. What is reduced over all tokens may be read as a
-        whole: the loop that reads it follows the one that computes it (loops/rounds.py).
+        whole: the loop that reads it follows the one that computes it (loops/region_facts.py).
         """
         if isinstance(self.specs[member], Reduced):
             return spec == WHOLE
@@ -255,7 +255,7 @@ class WideGrowth(Growth):
 
         Paths through ``ignored``, the scalar of a fused region, do not count. Neither do paths
         through a collective or a value that is reduced over all tokens, if the same phase of the
-        region reads what they lead to: then it is several loops (loops/rounds.py).
+        region reads what they lead to: then it is several loops (loops/region_facts.py).
 
         Raises:
             CannotTake: such a node cannot join.

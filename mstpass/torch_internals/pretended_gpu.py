@@ -16,8 +16,8 @@ pad_mm._should_pad                         it measures products; instead, none i
 
 Other threads see no such GPU: each patch asks whose question it is. But the engine and the
 attention are those of the process, so no other thread may differentiate on CUDA meanwhile. On a
-machine with a GPU, that GPU is hidden until the end. ``mstpass.torch_internals.pretended_triton``
-adds what compiling needs.
+machine with a GPU, that GPU is hidden until the end. tests/cuda/pretended_triton.py adds what
+compiling needs.
 """
 
 from __future__ import annotations

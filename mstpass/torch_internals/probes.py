@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ _APPLIES: dict[str, Callable[[], bool]] = {
     "fsdp_states": torch.distributed.is_available,
     "data_parallel": torch.distributed.is_available,
     "pretended_ranks": torch.distributed.is_available,
-    "pretended_triton": lambda: find_spec("triton") is not None,
 }
 _COMMA = re.compile(r", (?![^(]*\))")  # none between parameters
 

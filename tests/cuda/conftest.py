@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstpass.torch_internals.pretended_triton import has_triton
+from tests.cuda.pretended_triton import has_triton
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

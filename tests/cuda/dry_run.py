@@ -17,10 +17,10 @@ import mstpass
 from mstpass import backend, gpus
 from mstpass.graph.loop_op import SUM, mst_loop
 from mstpass.torch_internals.pretended_gpu import pretended_gpu
-from mstpass.torch_internals.pretended_triton import GeneratedCode, generated_code
 from mstpass.tracing.fake_tensors import FakeTensors
 from mstpass.tracing.joint_graphs import cause_of
 from tests.cuda.generated_code import LoopCode, loops_of
+from tests.cuda.pretended_triton import GeneratedCode, generated_code
 
 CUDA = torch.device("cuda", 0)
 _Buffer = tuple[tuple[int, ...], str]  # shape and dtype

@@ -32,9 +32,8 @@ from pathlib import Path
 
 from mstpass.argument_parsers import byte_size, command_parser
 from mstpass.bench.gpu import device, heads, results
-from mstpass.bench.gpu.job import WorkerProcess
 from mstpass.bench.gpu.results import outcome_text
-from mstpass.bench.gpu.runner import PARTS, Launch, Runner
+from mstpass.bench.gpu.runner import PARTS, Call, Runner, in_process
 from mstpass.bench.gpu.state import MEASURED, OUT_OF_TIME, Case, Outcome, Settings, State
 from mstpass.bench.harness import advancing
 from mstpass.bench.processes import ROOT
@@ -49,7 +48,7 @@ class Arguments:
     """The parsed command line.
 
     Attributes:
-        settings: what the workers know as well.
+        settings: what the processes know as well.
         parts: the names of the parts to run.
         seconds: the time that the call may take.
         tables: write the tables of rows that are there, and measure nothing.
@@ -117,11 +116,11 @@ _USABLE = 0.9  # of a card's memory: the rest is CUDA's context, and what others
 DONE, BAD_INPUT, ROWS_LEFT, INTERRUPTED = 0, 2, 3, 130
 
 
-def main(argv: Sequence[str] = (), launch: Launch = WorkerProcess) -> int:
+def main(argv: Sequence[str] = (), call: Call = in_process) -> int:
     """Run `mstpass bench gpu`.
 
     Args:
-        launch: starts a worker.
+        call: measures in a new process.
     """
     given = parse(argv)
     if given.tables:
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] = (), launch: Launch = WorkerProcess) -> int:
     interrupted = False
     try:
         with _ended_like_interrupted():
-            _measure(given, state, launch)
+            _measure(given, state, call)
     except KeyboardInterrupt:
         interrupted = True
         print("\nmstpass bench gpu: interrupted; finished rows are kept", file=sys.stderr)
@@ -162,7 +161,7 @@ def within_card(given: Arguments, card_bytes: int | None) -> Arguments:
 
 @contextlib.contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """In here a SIGTERM, as of ``timeout``, ends the workers and keeps all rows, as Ctrl-C does."""
+    """In here a SIGTERM, as of ``timeout``, ends the process and keeps all rows, as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -174,7 +173,7 @@ def _ended_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _measure(given: Arguments, state: State, launch: Launch) -> None:
+def _measure(given: Arguments, state: State, call: Call) -> None:
     parts = [PARTS[name] for name in given.parts]
     cases = [case for part in parts for case in part.cases(given.settings)]
     left = sum(len(state.missing(case)) for case in cases)
@@ -190,7 +189,7 @@ def _measure(given: Arguments, state: State, launch: Launch) -> None:
             advance(f"{case.part}, {row}")
 
         variables = {heads.COSTS_VARIABLE: str(path)}
-        runner = Runner(given.settings, state, launch, show, environment=variables)
+        runner = Runner(given.settings, state, call, show, environment=variables)
         runner.run(parts, given.seconds)
     _store_costs(given, state)
 

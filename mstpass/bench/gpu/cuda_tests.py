@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mstpass.bench.gpu.job import Job
-from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+from mstpass.bench.gpu.job import Job, outcome
+from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Outcome, Settings
 from mstpass.bench.processes import ROOT
 
 NAME = "tests"
@@ -33,17 +33,14 @@ def cases(settings: Settings) -> list[Case]:
     return [Case(NAME, FOLDER, names, _LIMIT_S)]
 
 
-def work(job: Job) -> None:
-    for row in job.wanted:
-        job.start(row)
-        if row == _NONE:
-            job.finish(row, SKIPPED, f"no {FOLDER} beside the package: install from a checkout")
-        elif not job.device.runs:
-            job.finish(row, DRY, f"pytest -m cuda {FOLDER}/{row}")
-        elif find_spec("pytest") is None:
-            job.finish(row, SKIPPED, "pytest is not installed")
-        else:
-            _run(job, row)
+def work(job: Job) -> Outcome:
+    if job.row == _NONE:
+        return outcome(SKIPPED, f"no {FOLDER} beside the package: install from a checkout")
+    if not job.device.runs:
+        return outcome(DRY, f"pytest -m cuda {FOLDER}/{job.row}")
+    if find_spec("pytest") is None:
+        return outcome(SKIPPED, "pytest is not installed")
+    return _run(job.row)
 
 
 def _files() -> list[Path]:
@@ -53,7 +50,7 @@ def _files() -> list[Path]:
     return [*own, *sorted(others)]
 
 
-def _run(job: Job, row: str) -> None:
+def _run(row: str) -> Outcome:
     """Run one file's tests."""
     with tempfile.TemporaryDirectory(prefix="mstpass-gpu-") as folder:
         report = Path(folder) / "report.xml"
@@ -67,13 +64,12 @@ def _run(job: Job, row: str) -> None:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         last = lines[-1] if lines else done.stderr.strip()[-200:]
         if done.returncode == _NO_TESTS:
-            job.finish(row, SKIPPED, "no test is marked cuda")
-        elif not report.exists():
-            job.finish(row, FAILED, last)
-        else:
-            counts = read_report(report.read_text(encoding="utf-8"))
-            status = MEASURED if counts["passed"] and not counts["failed"] else FAILED
-            job.finish(row, status, ", ".join(counts["names"][:_SHOWN]), **counts)
+            return outcome(SKIPPED, "no test is marked cuda")
+        if not report.exists():
+            return outcome(FAILED, last)
+        counts = read_report(report.read_text(encoding="utf-8"))
+        status = MEASURED if counts["passed"] and not counts["failed"] else FAILED
+        return outcome(status, ", ".join(counts["names"][:_SHOWN]), **counts)
 
 
 def read_report(text: str) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from mstpass.bench import comparison, loops
 from mstpass.bench.comparison import Contender, auto_chunker, eager, inductor, mst
-from mstpass.bench.gpu.job import Job
+from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
-from mstpass.bench.gpu.state import DRY, MEASURED, Case, Settings
+from mstpass.bench.gpu.state import DRY, MEASURED, Case, Outcome, Settings
 from mstpass.bench.models import Head, MLPs, Work
 from mstpass.graph import device_costs
 from mstpass.torch_internals.versions import installed
@@ -54,8 +54,8 @@ def cases(settings: Settings) -> list[Case]:
     return cases_of(NAME, _measured(settings.quick), _LIMIT_S)
 
 
-def work(job: Job) -> None:
-    measure(job, *_measured(job.settings.quick)[job.case.name])
+def work(job: Job) -> Outcome:
+    return measure(job, *_measured(job.settings.quick)[job.case.name])
 
 
 def workload(tokens: int, quick: bool, device: torch.device) -> Work:
@@ -149,11 +149,10 @@ def loop_cases(settings: Settings) -> list[Case]:
     return [first, *cases_of(LOOPS, _loops(settings.quick), _LIMIT_S)]
 
 
-def loop_work(job: Job) -> None:
+def loop_work(job: Job) -> Outcome:
     if job.case.name == CALIBRATION:
-        _calibrate(job)
-    else:
-        measure(job, *_loops(job.settings.quick)[job.case.name])
+        return _calibrate(job)
+    return measure(job, *_loops(job.settings.quick)[job.case.name])
 
 
 def head_ways(quick: bool) -> list[Contender]:
@@ -189,20 +188,17 @@ def costs_path(out: Path) -> Path:
     return Path(os.environ.get(COSTS_VARIABLE) or out / COSTS_FILE).absolute()
 
 
-def _calibrate(job: Job) -> None:
+def _calibrate(job: Job) -> Outcome:
     """Measure what chunks cost, beside what is assumed where nothing was measured."""
-    (row,) = job.case.rows
-    job.start(row)
     device, quick = torch.device("cuda"), job.settings.quick
     if not job.device.runs:
-        job.finish(row, DRY, assumed=_assumed(device, quick, DTYPE))
-        return
+        return outcome(DRY, assumed=_assumed(device, quick, DTYPE))
     measured = loops.measure(device, quick)
     assumed = _assumed(device, quick, DTYPE)
     if not quick:
         device_costs.store(device, measured)
     costs = dataclasses.asdict(measured)
-    job.finish(row, MEASURED, clocks=job.device.clocks(), costs=costs, assumed=assumed)
+    return outcome(MEASURED, clocks=job.device.clocks(), costs=costs, assumed=assumed)
 
 
 def _assumed(device: torch.device, quick: bool, dtype: torch.dtype) -> dict[str, Any]:

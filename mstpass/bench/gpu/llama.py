@@ -25,7 +25,7 @@ from mstpass.bench import models
 from mstpass.bench.comparison import Contender, eager, inductor, mst
 from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
-from mstpass.bench.gpu.state import Case, Settings
+from mstpass.bench.gpu.state import Case, Outcome, Settings
 from mstpass.bench.models import LlamaSize, Work
 from mstpass.planner.eager_rows import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import Recipe
@@ -164,8 +164,8 @@ def cases(settings: Settings) -> list[Case]:
     return cases_of(NAME, _measured(settings.quick), _LIMIT_S)
 
 
-def work(job: Job) -> None:
-    measure(job, *_measured(job.settings.quick)[job.case.name])
+def work(job: Job) -> Outcome:
+    return measure(job, *_measured(job.settings.quick)[job.case.name])
 
 
 def workload(size: Shape, tokens: int, device: torch.device) -> Work:

@@ -2,8 +2,8 @@
 
 The limit holds for the allocator of the process (``set_per_process_memory_fraction``), so that a
 card stands for a smaller one. A length fits if two steps, forward and backward, run within it. The
-first row is what `mstpass plan` predicts; the search of each other row starts there. A process that
-has run out of memory tries no other length.
+first row is what `mstpass plan` predicts; the search of each other row starts there. Each length is
+tried in a process of its own.
 
 The search for the longest sequence that fits, from what has been tried so far.
 
@@ -16,7 +16,7 @@ the longest that fits and the shortest that does not is halved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from mstpass.bench.comparison import error_text, own_code
 from mstpass.bench.gpu import llama
-from mstpass.bench.gpu.job import Job, Restart
+from mstpass.bench.gpu.device import clocks
+from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.side_by_side import explained, is_out_of_memory
-from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, SKIPPED, Case, Outcome, Settings
 from mstpass.errors import MissingPackageError
 from mstpass.planner.lengths import crossing, rounded
 from mstpass.planner.plan import plan
@@ -117,19 +118,45 @@ def cases(settings: Settings) -> list[Case]:
     return [Case(NAME, limit, (PREDICTION, *WAYS), _LIMIT_S)]
 
 
-def work(job: Job) -> None:
-    predicted = dict(job.known.outcomes.get(PREDICTION, {}).get("lengths") or {})
-    for row in job.wanted:
-        job.start(row)
-        if row == PREDICTION:
-            predicted = _predict(job)
-        elif job.device.runs:
-            ran = _search(job, row, predicted.get(row))
-            if ran and row != job.wanted[-1]:
-                raise Restart  # what this process has compiled may still hold memory
-        else:
-            _dry_search(job, row, predicted.get(row))
-        job.device.free()
+def work(job: Job) -> Mapping[str, Any]:
+    if job.row == PREDICTION:
+        return _predict(job)
+    return _tried(job) if job.device.runs else _dry_search(job)
+
+
+def next_probe(
+    settings: Settings,
+    row: str,
+    known: Mapping[str, Outcome],
+    probes: Sequence[Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """The length to try next; the outcome, if the longest that fits is known."""
+    if row == PREDICTION or settings.dry:
+        return {}
+    size, tried = llama.shape(settings.quick), [Probe(**probe) for probe in probes]
+    predicted = _predicted(known, row)
+    fixed_bytes = 2 * llama.DTYPE.itemsize * size.parameters  # weights and gradients
+    limit = _limit_bytes(settings)
+    length = next_length(tried, predicted or _START, limit, fixed_bytes, size.length)
+    if length is not None:
+        return {"length": length}
+    found = best(tried)
+    if found is None:
+        return outcome(FAILED, f"not even {GRAIN} tokens fit", predicted=predicted)
+    return outcome(
+        MEASURED,
+        length=found.length,
+        peak_bytes=found.peak_bytes,
+        median_s=found.seconds,
+        predicted=predicted,
+        tried=[probe.length for probe in tried],
+        clocks=clocks(),
+    )
+
+
+def _predicted(known: Mapping[str, Outcome], row: str) -> int | None:
+    lengths: Mapping[str, int] = known.get(PREDICTION, {}).get("lengths") or {}
+    return lengths.get(row)
 
 
 def _limit_bytes(settings: Settings) -> int:
@@ -137,80 +164,42 @@ def _limit_bytes(settings: Settings) -> int:
 
 
 # ---- the prediction ----------------------------------------------------------------------------
-def _predict(job: Job) -> dict[str, int]:
-    """Plan the model for a device of the limit's size; returns the longest length of each way."""
+def _predict(job: Job) -> Outcome:
+    """Plan the model for a device of the limit's size: the longest length of each way."""
     size, limit = llama.shape(job.settings.quick), _limit_bytes(job.settings)
     try:
         with llama.config_path(size) as path:
             planned = plan(Request(path, llama.TRAINING, limit, overhead_bytes=0))
     except MissingPackageError as error:
-        job.finish(PREDICTION, SKIPPED, str(error))
-        return {}
+        return outcome(SKIPPED, str(error))
     except Exception as error:
-        job.finish(PREDICTION, FAILED, error_text(error))
-        return {}
-    lengths = {row.name: row.length for row in planned.rows}
-    job.finish(
-        PREDICTION,
+        return outcome(FAILED, error_text(error))
+    return outcome(
         MEASURED if job.device.runs else DRY,
-        lengths=lengths,
+        lengths={row.name: row.length for row in planned.rows},
         memory_budget=planned.own.memory_budget,
         extra_time=planned.own.extra_time,
     )
-    return lengths
 
 
 # ---- the search --------------------------------------------------------------------------------
-def _search(job: Job, row: str, predicted: int | None) -> bool:
-    """Try lengths until the longest that fits is known; returns whether any step has run.
-
-    Raises:
-        Restart: a length did not fit; its memory may not be free again.
-    """
-    size, limit = llama.shape(job.settings.quick), _limit_bytes(job.settings)
-    probes = [Probe(**probe) for probe in job.known.probes.get(row, ())]
-    job.device.limit_memory(limit)
-    steps: _Steps | None = None
-    fixed_bytes = 2 * llama.DTYPE.itemsize * size.parameters  # weights and gradients
-    while length := next_length(probes, predicted or _START, limit, fixed_bytes, size.length):
-        job.start(row, length=length)
-        try:
-            steps = steps or _Steps(job, row)
-            probe = steps.run(length)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                job.finish(row, FAILED, f"{length} tokens: {error_text(error)}")
-                return True
-            job.found(row, **Probe(length, False, why="out of memory").to_data())
-            raise Restart from None
-        probes.append(probe)
-        job.found(row, **probe.to_data())
-    _finish(job, row, probes, predicted)
-    return steps is not None
-
-
-def _finish(job: Job, row: str, probes: list[Probe], predicted: int | None) -> None:
-    found = best(probes)
-    if found is None:
-        job.finish(row, FAILED, f"not even {GRAIN} tokens fit", predicted=predicted)
-        return
-    job.finish(
-        row,
-        MEASURED,
-        length=found.length,
-        peak_bytes=found.peak_bytes,
-        median_s=found.seconds,
-        predicted=predicted,
-        tried=[probe.length for probe in probes],
-        clocks=job.device.clocks(),
-    )
+def _tried(job: Job) -> Mapping[str, Any]:
+    """Whether a length fits; an outcome, if it fails otherwise."""
+    length = job.probe["length"]
+    job.device.limit_memory(_limit_bytes(job.settings))
+    try:
+        return _Steps(job).run(length).to_data()
+    except Exception as error:
+        if is_out_of_memory(error):
+            return Probe(length, False, why="out of memory").to_data()
+        return outcome(FAILED, f"{length} tokens: {error_text(error)}")
 
 
 class _Steps:
     """Steps of one way to train, at any length."""
 
-    def __init__(self, job: Job, row: str):
-        self._device, self._row = job.device, row
+    def __init__(self, job: Job):
+        self._device, self._row = job.device, job.row
         self._size = llama.shape(job.settings.quick)
         with job.device.tensors():
             self._model, self._loss_of = self._made_on(job.device.torch_device)
@@ -265,18 +254,17 @@ def backward(model: nn.Module, loss_fn: Callable[[], Tensor]) -> None:
         parameter.grad = None
 
 
-def _dry_search(job: Job, row: str, predicted: int | None) -> None:
+def _dry_search(job: Job) -> Outcome:
     """One step on tensors without memory, and a search whose answers come from the prediction."""
-    steps, quick = _Steps(job, row), job.settings.quick
+    predicted, quick = _predicted(job.known, job.row), job.settings.quick
     try:
-        steps.trace(GRAIN if quick else _START)
+        _Steps(job).trace(GRAIN if quick else _START)
     except Exception as error:
-        job.finish(row, FAILED, error_text(error))
-        return
+        return outcome(FAILED, error_text(error))
     probes: list[Probe] = []
     limit, longest = _limit_bytes(job.settings), predicted or _START
     while length := next_length(probes, longest, limit, 0, llama.shape(quick).length):
         fits = length <= longest
         probes.append(Probe(length, fits, limit * length // longest if fits else None))
     found = best(probes)
-    job.finish(row, DRY, length=found.length if found else 0, predicted=predicted)
+    return outcome(DRY, length=found.length if found else 0, predicted=predicted)

@@ -1,8 +1,8 @@
-"""Runs the cases of a call within its time: starts workers, keeps their events, sets deadlines.
+"""Runs the cases of a call within its time: a process for each row, and deadlines.
 
-Nothing that a worker does ends the run. A row whose process dies, hangs or runs out of memory has
-that as its outcome, and a new process measures the rows after it. When the time is over, the rows
-that are left are written down as not run; a later call tries them again.
+Nothing that a process does ends the run. A row whose process dies, hangs or runs out of memory has
+that as its outcome. When the time is over, the rows that are left are written down as not run; a
+later call tries them again.
 
 The parts of the benchmark, in the order in which they run.
 """
@@ -12,10 +12,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from mstpass.bench import processes
 from mstpass.bench.gpu import cuda_tests, heads, llama, longest
-from mstpass.bench.gpu.job import RESTART, Event, Job, WorkerProcess, job_data
+from mstpass.bench.gpu.device import CudaDevice, Device, NoDevice
+from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.state import (
     FAILED,
     OUT_OF_TIME,
@@ -24,8 +27,12 @@ from mstpass.bench.gpu.state import (
     Outcome,
     Settings,
     State,
-    is_final,
 )
+from mstpass.bench.processes import ProcessFailed, TimedOut
+
+NextProbe = Callable[
+    [Settings, str, Mapping[str, Outcome], Sequence[Mapping[str, Any]]], Mapping[str, Any]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +43,19 @@ class Part:
         what: what it measures, in words.
         share: its part of a call's time; what it does not use is left to the parts after it.
         cases: its cases.
-        work: measures the wanted rows of a job, in a worker.
-        environment: variables of its workers.
+        work: measures a row or a probe, in a new process.
+        environment: variables of its processes.
+        next_probe: what to try next on the way to a row's outcome, from the outcomes and the probes
+            that are known; the outcome itself, if these say it; empty for a row without probes.
     """
 
     name: str
     what: str
     share: float
     cases: Callable[[Settings], Sequence[Case]]
-    work: Callable[[Job], None]
+    work: Callable[[Job], Mapping[str, Any]]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    next_probe: NextProbe = lambda settings, row, known, probes: {}
 
 
 _ALL = (
@@ -61,6 +71,7 @@ _ALL = (
         longest.work,
         # as `mstpass plan` assumes: no gaps between tensors
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        longest.next_probe,
     ),
 )
 PARTS: Mapping[str, Part] = {part.name: part for part in _ALL}
@@ -69,17 +80,38 @@ PARTS: Mapping[str, Part] = {part.name: part for part in _ALL}
 # ---- the runner ----------------------------------------------------------------------------------
 LEAST_S = 20.0  # with less time than this left, no process is started
 
-Launch = Callable[[Mapping[str, Any], Mapping[str, str]], WorkerProcess]  # of a job and variables
+Given = Mapping[str, Any]
+Call = Callable[[Given, Mapping[str, str], float], Mapping[str, Any]]  # variables, most seconds
 OnRow = Callable[[Case, str, Outcome], None]
+
+
+def in_process(given: Given, variables: Mapping[str, str], limit_s: float) -> Mapping[str, Any]:
+    """What `attempt` returns in a new process.
+
+    Raises:
+        ProcessFailed: it failed, or took too long.
+    """
+    (found,) = processes.call("a row", attempt, given, environment=variables, timeout_s=limit_s)
+    return found
+
+
+def attempt(
+    settings: Given, case: Given, device: Device | None = None, **more: Any
+) -> Mapping[str, Any]:
+    """The outcome of a row, or what a probe of it has found; this runs in the new process."""
+    device = device or (NoDevice() if settings["dry"] else CudaDevice())
+    chosen = Settings(**{**settings, "out": Path(settings["out"])})
+    own = Case(**{**case, "rows": tuple(case["rows"])})
+    return PARTS[own.part].work(Job(chosen, own, device=device, **more))
 
 
 class Runner:
     """Measures the missing rows of parts.
 
     Args:
-        launch: starts a worker.
+        call: measures in a new process.
         on_row: called with each outcome, once it is kept.
-        environment: variables of all workers.
+        environment: variables of all processes.
         clock: the time in seconds.
     """
 
@@ -87,131 +119,59 @@ class Runner:
         self,
         settings: Settings,
         state: State,
-        launch: Launch,
+        call: Call = in_process,
         on_row: OnRow = lambda case, row, outcome: None,
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._settings, self._state, self._launch = settings, state, launch
-        self._on_row, self._environment, self.clock = on_row, environment or {}, clock
+        self._settings, self._state, self._call = settings, state, call
+        self._on_row, self._environment, self._clock = on_row, environment or {}, clock
 
     def run(self, parts: Sequence[Part], seconds: float) -> None:
         """Measure what is missing within ``seconds``, shared among the parts."""
-        end = self.clock() + seconds
+        end = self._clock() + seconds
         work = [(part, self._unfinished(part)) for part in parts]
         open_parts = [(part, cases) for part, cases in work if cases]
         for number, (part, cases) in enumerate(open_parts):
-            left = end - self.clock()
+            left = end - self._clock()
             shares = sum(other.share for other, _ in open_parts[number:])
-            deadline = self.clock() + left * part.share / shares
+            deadline = self._clock() + left * part.share / shares
             for case in cases:
-                self._measure(part, case, deadline, end)
+                for row in self._state.missing(case):
+                    self._measure(part, case, row, deadline, end)
 
     def _unfinished(self, part: Part) -> list[Case]:
         return [case for case in part.cases(self._settings) if self._state.missing(case)]
 
-    def _measure(self, part: Part, case: Case, deadline: float, end: float) -> None:
-        """Measure a case, in as many processes as it takes.
+    def _measure(self, part: Part, case: Case, row: str, deadline: float, end: float) -> None:
+        """Measure a row, in as many processes as it takes.
 
-        No row is begun after the part's ``deadline``; one that has begun may run until the ``end``.
+        None is begun after the part's ``deadline``; one that has begun may run until the ``end``.
         """
-        while missing := self._state.missing(case):
-            if deadline - self.clock() < LEAST_S:
-                for row in missing:
-                    self.keep(case, row, {"status": OUT_OF_TIME, "text": ""})
-                return
-            job = job_data(self._settings, case, tuple(missing), self._state.known(case))
-            variables = {**self._environment, **part.environment}
-            with self._launch(job, variables) as process:
-                _Watch(self, case, missing, process).run(deadline, end)
-
-    # ---- what a watch of one process calls -----------------------------------------------------
-    def keep(self, case: Case, row: str, outcome: Outcome) -> None:
-        self._state.add(case, row, outcome)
-        self._on_row(case, row, outcome)
-
-    def keep_probe(self, case: Case, row: str, probe: Mapping[str, Any]) -> None:
-        self._state.add_probe(case, row, probe)
-
-
-class _Watch:
-    """Takes the events of one process until it ends or its time is over.
-
-    At least one row is finished, or something found on the way to it, whatever the process does: so
-    a case comes to its end.
-
-    Attributes:
-        _current: the row that is measured, or the first one while the process starts.
-        _probe: what is tried on the way to its outcome, such as a length; empty if that is unknown.
-    """
-
-    def __init__(self, runner: Runner, case: Case, missing: Sequence[str], process: WorkerProcess):
-        self._runner, self._case, self._process = runner, case, process
-        self._left = list(missing)
-        self._current = missing[0]
-        self._probe: Mapping[str, Any] = {}
-        self._limit = runner.clock() + case.limit_s
-        self._progress = False
-
-    def run(self, deadline: float, end: float) -> None:
-        clock = self._runner.clock
         while True:
+            known, probes = self._state.known(case), self._state.probes(case, row)
+            probe = part.next_probe(self._settings, row, known, probes)
+            if "status" in probe:
+                return self._keep(case, row, probe)
+            left = end - self._clock()
+            if deadline - self._clock() < LEAST_S:
+                return self._keep(case, row, outcome(OUT_OF_TIME))
+            data = {**dataclasses.asdict(self._settings), "out": str(self._settings.out)}
+            given = {"settings": data, "case": dataclasses.asdict(case), "row": row}
+            variables = {**self._environment, **part.environment}
             try:
-                event = self._process.next_event(min(self._limit, end) - clock())
-            except TimeoutError:
-                if end > self._limit:
-                    self._too_long()
-                return
-            if event is None:
-                self._ended()
-                return
-            self._take(event)
-            if clock() >= deadline and event["event"] != "start":
-                return
+                more = {"known": known, "probe": probe}
+                found = self._call({**given, **more}, variables, min(case.limit_s, left))
+            except ProcessFailed as error:
+                if isinstance(error, TimedOut) and left <= case.limit_s:
+                    return self._keep(case, row, outcome(OUT_OF_TIME))
+                status = TOO_LONG if isinstance(error, TimedOut) else FAILED
+                failed = {**probe, "fits": False, "why": error.why}
+                found = failed if probe else outcome(status, error.why)
+            if "status" in found:
+                return self._keep(case, row, found)
+            self._state.add_probe(case, row, found)
 
-    def _take(self, event: Event) -> None:
-        row = event["row"]
-        if event["event"] == "start":
-            self._current, self._probe = row, event["probe"]
-        elif event["event"] == "probe":
-            self._progress, self._probe = True, {}
-            self._runner.keep_probe(self._case, row, event["probe"])
-        else:
-            self._keep(row, event["outcome"])
-            self._current, self._probe = self._left[0] if self._left else row, {}
-        self._limit = self._runner.clock() + self._case.limit_s
-
-    def _too_long(self) -> None:
-        limit = f"more than {self._case.limit_s:.0f} s"
-        if self._probe:
-            self._does_not_fit(limit)
-        else:
-            self._keep(self._current, {"status": TOO_LONG, "text": limit})
-
-    def _ended(self) -> None:
-        status = self._process.status()
-        if not self._left or (status == RESTART and self._progress):
-            return
-        why = _reason(status, self._process.last_words())
-        if self._probe:
-            self._does_not_fit(why)
-        elif status == 0:  # it had no more to do
-            for row in list(self._left):
-                self._keep(row, {"status": FAILED, "text": "its process measured nothing"})
-        else:
-            self._keep(self._current, {"status": FAILED, "text": why})
-
-    def _does_not_fit(self, why: str) -> None:
-        probe = {**self._probe, "fits": False, "why": why}
-        self._runner.keep_probe(self._case, self._current, probe)
-
-    def _keep(self, row: str, outcome: Outcome) -> None:
-        self._progress = True
-        if row in self._left and is_final(outcome):
-            self._left.remove(row)
-        self._runner.keep(self._case, row, outcome)
-
-
-def _reason(status: int, last_words: str) -> str:
-    how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    return f"its process ended: {how}{': ' if last_words else ''}{last_words}"
+    def _keep(self, case: Case, row: str, found: Outcome) -> None:
+        self._state.add(case, row, found)
+        self._on_row(case, row, found)

@@ -6,9 +6,9 @@ driver, versions and clocks; a row names the number of its run.
 
 What `mstpass bench gpu` measures, as plain data: settings, cases, rows and their outcomes.
 
-A *part* of the benchmark has *cases*, and a case has *rows*. The rows of a case run one after the
-other in one process, and each is timed in turn with the case's first row. The outcome of a row is a
-dict of plain data with at least a ``status`` and a ``text``.
+A *part* of the benchmark has *cases*, and a case has *rows*. Each row runs in a process of its own,
+in which it is timed in turn with the case's first row. The outcome of a row is a dict of plain data
+with at least a ``status`` and a ``text``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows that one process measures side by side.
+    """Rows that are compared with the first of them.
 
     Attributes:
         part: the name of its part.
@@ -69,19 +69,6 @@ class Case:
     def __post_init__(self) -> None:
         if not self.rows or len(set(self.rows)) != len(self.rows):
             raise ValueError(f"the rows of a case need different names: {self.rows}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What is known of a case already.
-
-    Attributes:
-        outcomes: by row.
-        probes: by row, what was tried on the way to its outcome.
-    """
-
-    outcomes: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
-    probes: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 def is_final(outcome: Outcome | None) -> bool:
@@ -192,12 +179,10 @@ class State:
         """The rows of a case that are not finished."""
         return [row for row in case.rows if not is_final(self.outcome(case, row))]
 
-    def known(self, case: Case) -> Known:
-        outcomes = {row: self.outcome(case, row) for row in case.rows}
-        return Known(
-            {row: outcome for row, outcome in outcomes.items() if outcome is not None},
-            {row: self.probes(case, row) for row in case.rows},
-        )
+    def known(self, case: Case) -> dict[str, Outcome]:
+        """The outcomes of a case's rows that have one."""
+        found = ((row, self.outcome(case, row)) for row in case.rows)
+        return {row: outcome for row, outcome in found if outcome is not None}
 
     def probes(self, case: Case, row: str) -> Sequence[Mapping[str, Any]]:
         return self._probes.get((case.part, case.name, row), [])

@@ -54,7 +54,6 @@ def product_rows() -> dict[Any, Row]:
                 "aten::baddbmm_",
                 "extern_kernels.bias_addmm",
                 "mstpass::add_product_",
-                "mstpass::write_product_",
             ),
             Row("other", workspace=row.PRODUCT, repeat=PINNED),
         ),

@@ -27,11 +27,10 @@ def view_rows() -> dict[Any, Row]:
         views.ThroughView(),
         first_only,
         shape_arg=1,
-        inverses=("view",),
     )
     squeezed = dataclasses.replace(view, shape_arg=None)
-    whole = dataclasses.replace(squeezed, rule=views.ThroughView(drops_ones=True), inverses=())
-    permute = Row("view", along_dims.permuted, first_only, inverses=("permute",))
+    whole = dataclasses.replace(squeezed, rule=views.ThroughView(drops_ones=True))
+    permute = Row("view", along_dims.permuted, first_only)
     along = along_dims.along(along_dims.dim_argument)
     item = Row("view", along_dims.selected, first_only, reads_elsewhere=True)
     part = Row("view", along, first_only, reads_elsewhere=True)
@@ -46,7 +45,6 @@ def view_rows() -> dict[Any, Row]:
             views.pointwise,
             first_only,
             shape_arg=1,
-            inverses=("expand",),
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),

@@ -6,7 +6,6 @@ Pointwise ops need no row unless something is known of them besides: PyTorch tag
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -18,17 +17,11 @@ from mstpass.graph.token_rules import views
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-_POSITIVE = (0.0, math.inf)
 
 
 def pointwise(linear: LinearRule = never, **known: Any) -> Row:
     """The row of a pointwise op, with what is known of it besides."""
     return Row("pointwise", views.pointwise, linear, **known)
-
-
-def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> Row:
-    """The row of a function of one number, with the range of its values."""
-    return pointwise(range=(low, high), **known)
 
 
 # The ``work`` of rows is ns for an element * 10 bytes of memory in a ns. Measured 2026-11-28 as the
@@ -37,12 +30,11 @@ def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> R
 # div, cast and round under 0.01, where and a comparison 0.01, an op on rows of 16 elements 0.03.
 def pointwise_rows() -> dict[Any, Row]:
     return {
-        aten.add.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum", "rotary")),
-        aten.sub.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum",)),
-        aten.mul.Tensor: pointwise(linearity.product, inverses=("product",)),
-        aten.div.Tensor: pointwise(first_only, inverses=("quotient",)),
-        aten.reciprocal.default: pointwise(inverses=("reciprocal",)),
-        aten.neg.default: pointwise(first_only, inverses=("neg",)),
+        aten.add.Tensor: pointwise(linearity.sum_of(0, 1)),
+        aten.sub.Tensor: pointwise(linearity.sum_of(0, 1)),
+        aten.mul.Tensor: pointwise(linearity.product),
+        aten.div.Tensor: pointwise(first_only),
+        aten.neg.default: pointwise(first_only),
         aten.where.self: pointwise(linearity.branches),
         "prims::fma": pointwise(linearity.product_and_term),  # of Inductor, from torch 2.12 on
         **dict.fromkeys(
@@ -58,22 +50,17 @@ def pointwise_rows() -> dict[Any, Row]:
             ),
             pointwise(first_only),
         ),
-        aten.exp.default: _function(*_POSITIVE, work=2.4, slow_on_cpu=True, inverses=("function",)),
-        aten.log.default: pointwise(work=3, slow_on_cpu=True, inverses=("function",)),
-        aten.sigmoid.default: _function(0.0, 1.0, work=3, slow_on_cpu=True, inverses=("function",)),
-        aten.tanh.default: _function(-1.0, 1.0, work=9, slow_on_cpu=True, inverses=("function",)),
-        aten.softplus.default: pointwise(work=8, inverses=("function",)),
+        aten.exp.default: pointwise(work=2.4, slow_on_cpu=True),
+        aten.log.default: pointwise(work=3, slow_on_cpu=True),
+        aten.sigmoid.default: pointwise(work=3, slow_on_cpu=True),
+        aten.tanh.default: pointwise(work=9, slow_on_cpu=True),
+        aten.softplus.default: pointwise(work=8),
         **dict.fromkeys(
             (aten.log10.default, aten.log1p.default, aten.log2.default),
             pointwise(work=5, slow_on_cpu=True),
         ),
-        **dict.fromkeys(
-            (aten.cos.default, aten.sin.default, aten.erf.default), _function(-1.0, 1.0, work=3)
-        ),
+        **dict.fromkeys((aten.cos.default, aten.sin.default, aten.erf.default), pointwise(work=3)),
         aten.pow.Tensor_Tensor: pointwise(work=14),
-        **dict.fromkeys((aten.abs.default, aten.sqrt.default), _function(*_POSITIVE)),
-        aten.relu.default: _function(*_POSITIVE, inverses=("relu mask",)),
-        aten.rsqrt.default: _function(5e-20, math.inf),  # of a finite number in float32
         **dict.fromkeys(
             (
                 aten.sign.default,
@@ -89,10 +76,10 @@ def pointwise_rows() -> dict[Any, Row]:
             ),
             pointwise(jumps=True),
         ),
-        aten.clone.default: pointwise(first_only, copies=True, inverses=("copy",)),
+        aten.clone.default: pointwise(first_only, copies=True),
         aten.copy.default: pointwise(),
         # Linear if the new dtype only rounds: see ``Row.is_linear``.
-        prims.convert_element_type.default: pointwise(first_only, copies=True, inverses=("cast",)),
+        prims.convert_element_type.default: pointwise(first_only, copies=True),
     }
 
 

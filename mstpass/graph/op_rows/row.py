@@ -113,9 +113,6 @@ class Row:
         attention: of fused attention, its operands, which decide its cost (attention_work.py).
         workspace: the name of what it allocates while it runs; empty: nothing, as far as is known.
         repeat: as ``repeats``; empty: as most ops of its kind.
-        inverses: the names of the reconstruction rules that compute its operands
-            (partition/reconstruct/table.py).
-        range: the least and the greatest element of its result, whatever the operands are.
         jumps: its result is a float that jumps as an operand changes a little.
         runs: as ``memory_kind``; empty: as most ops of its kind. Scatters are kernels that compute
             the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
@@ -141,8 +138,6 @@ class Row:
     attention: Attention | None = None
     workspace: str = ""
     repeat: str = ""
-    inverses: tuple[str, ...] = ()
-    range: tuple[float, float] | None = None
     jumps: bool = False
     runs: str = ""
     reads_elsewhere: bool = False

@@ -64,7 +64,7 @@ from mstpass.graph.row_sums import (
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
-from mstpass.loops.body.gradient_in_place import scatter_last, write_gradients_in_place
+from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.pointwise_values import (
     eliminate_common_subexpressions,
     materialize_row_values,
@@ -130,14 +130,16 @@ class _Body:
         for name in self.loop.members:
             node = self.joint.by_name[name]
             spec = self.specs[node]
-            built = self._part(node) if spec is None else self._chunk_of(node, spec)
+            try:
+                built = self._part(node) if spec is None else self._chunk_of(node, spec)
+            except RuntimeError as error:  # torch cannot tell whether two symbolic sizes are equal
+                raise CannotTake(node, f"its chunk cannot be computed: {error}") from error
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
         join_products(self.builder, self.loop)
         eliminate_common_subexpressions(self.builder)
         if not self.has_sizes:
-            scatter_last(self.builder)
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)

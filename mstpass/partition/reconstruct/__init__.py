@@ -1,13 +1,13 @@
 """Reconstruction: save fewer values, because backward can compute some of them from later ones.
 
-    inverses   rules say how an operand of an op follows from the op's result             (table.py)
+    inverses   rules say how an operand of an op follows from the op's result             (rules.py)
     drops      saved values that can be reconstructed are no longer saved         (choose_drops.py)
     encodings  the others are saved in fewer bytes, where nothing is lost        (rewrite_joint.py)
     rewrite    a joint graph in which backward reads reconstructed values        (rewrite_joint.py)
 
-A rule is *exact* (the same bits) or *tolerant* (a bounded error, used only with
-``reconstruct="tolerant"``), or it refuses with a reason. docs/reconstruction.md has the table of
-rules, the proofs and measurements.
+An inverse is *exact* (the same bits) or *tolerant* (a bounded error, used only with
+``reconstruct="tolerant"``). docs/reconstruction.md has the table of rules, the proofs and
+measurements.
 
 **Comparisons.** A value must not be reconstructed within an error if backward compares it. ``relu``
 gives exact zeros, and its gradient asks ``relu(x) <= 0``. A zero that is reconstructed as 1e-17
@@ -45,25 +45,13 @@ from mstpass.partition.reconstruct.rewrite_joint import (
     encoding_of,
     rewrite,
 )
-from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
-from mstpass.partition.reconstruct.table import RULES, inverses_of
+from mstpass.partition.reconstruct.rules import EXACT, TOLERANT, Inverse, inverses_of
 from mstpass.passes.facts import ALWAYS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import Reconstructed
 from mstpass.problem.problem import CutProblem, Plan, Value, with_needs
 from mstpass.problem.saved_set import verify
 from mstpass.walk import walk_once
-
-__all__ = [
-    "EXACT",
-    "OFF",
-    "RULES",
-    "TOLERANT",
-    "Inverse",
-    "Refused",
-    "inverses_of",
-    "reconstruct",
-]
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +77,8 @@ def reconstruct(
     unchanged = Rewritten(joint, frozenset(saved), {}), ()
     if mode == OFF:
         return unchanged
-    found = [i for node in joint.nodes if node not in joint.backward for i in inverses_of(node)]
-    usable = [i for i in found if isinstance(i, Inverse) and _may_be_used(joint, i, mode)]
+    found = (i for node in joint.nodes if node not in joint.backward for i in inverses_of(node))
+    usable = [inverse for inverse in found if _may_be_used(joint, inverse, mode)]
     decision = choose_drops(problem, saved, usable)
     encodings = _encodings(joint, decision.saved, (NARROW, BITS) if pack_masks else (NARROW,))
     if not decision.drops and not encodings:

@@ -34,7 +34,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
-from mstpass.partition.reconstruct.rule import Inverse
+from mstpass.partition.reconstruct.rules import Inverse
 from mstpass.problem.problem import CutProblem
 from mstpass.problem.saved_set import recomputed
 from mstpass.walk import walk_once

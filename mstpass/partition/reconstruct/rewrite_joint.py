@@ -34,8 +34,7 @@ from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
-from mstpass.partition.reconstruct.rule import CAST, Inverse, Writer, aten, dtype_of, prims, rank
-from mstpass.partition.reconstruct.table import RULE_BY_NAME
+from mstpass.partition.reconstruct.rules import CAST, RULES, Inverse, Writer, aten, dtype_of
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.walk import needed_first, walk_once
 
@@ -97,7 +96,7 @@ def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.N
     parts = writer.call(aten.reshape.default, value, shape)
     packed: fx.Node | None = None
     for k in range(_BITS_PER_BYTE):
-        part = writer.call(aten.select.int, parts, rank(value) - 1, k)
+        part = writer.call(aten.select.int, parts, -2, k)
         part = writer.call(CAST, part, torch.uint8)
         part = writer.call(aten.mul.Tensor, part, 1 << k)
         packed = part if packed is None else writer.call(aten.bitwise_or.Tensor, packed, part)
@@ -112,7 +111,7 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.
     value = value_of(packed)
     assert value is not None, "the op gives one tensor"
     numbers = writer.call(
-        prims.iota.default,
+        torch.ops.prims.iota.default,
         _BITS_PER_BYTE,
         start=0,
         step=1,
@@ -122,7 +121,7 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.
     )
     bits = writer.call(aten.bitwise_left_shift.Tensor, _ones(writer, value.device), numbers)
     column = writer.call(aten.unsqueeze.default, bits, 1)
-    rows = writer.call(aten.unsqueeze.default, packed, rank(packed) - 1)
+    rows = writer.call(aten.unsqueeze.default, packed, -2)
     parts = writer.call(aten.bitwise_and.Tensor, rows, column)
     mask = writer.call(aten.ne.Scalar, parts, 0)
     return writer.call(aten.reshape.default, mask, writer.shape(node))
@@ -301,7 +300,7 @@ class _Rewriting:
         """Compute a value anew: by an inverse, or by its own op from what backward reads."""
         if isinstance(step, Inverse):
             op = self.joint.by_name[step.op]
-            return RULE_BY_NAME[step.rule].write(self.writer, op, node, self._known)
+            return RULES[step.rule].write(self.writer, op, node, self._known)
         operands = {n: self._known(n) for n in node.all_input_nodes}
         if any(n.op == "get_attr" for n in operands):
             return self._write_loop(node, operands)

@@ -9,9 +9,8 @@ names values of the problem that results.
 ``SOLVERS`` has all solvers by name, registered ones included. Their files:
 
     peak_search   the default: the least extra time within a budget on the peak
-        families.py                         with fewer and more loops that take time
-        landmark_sequence.py                its sequence of plans
-        free_plan.py, low_memory_plans.py   the landmarks of the sequence
+        sequence.py                         plans that it walks over, from the fastest
+        free_plan.py                        the first one
         checkpoint_plans.py                 checkpoints on several levels, forms of segments mixed
         offload.py, least_host_memory.py    with saved values on the host
         spend_slack.py                      time for the part of a budget that a plan leaves

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.partition.solvers.choose_modes import least_memory_modes, whole_modes
 from mstpass.partition.solvers.min_cut import complete, min_cut
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import FREE_OVERHEAD, Alone, CutProblem, Plan, Value
@@ -63,6 +63,11 @@ def fewest_saved_bytes(problem: CutProblem, modes: Mapping[str, str]) -> Candida
     """The plan with these modes that saves the fewest bytes and repeats no heavy op."""
     closed = with_modes(problem, modes)
     return Candidate(closed, Plan(min_cut(closed), modes))
+
+
+def least_memory_loops(problem: CutProblem) -> Candidate:
+    """Every region in the mode that needs least memory; no heavy op outside loops is repeated."""
+    return fewest_saved_bytes(problem, least_memory_modes(problem))
 
 
 def lowest_saved_set(problem: CutProblem, modes: Mapping[str, str]) -> Candidate:

@@ -1,8 +1,7 @@
 """Plans with checkpoints, from those that repeat no heavy op to the one of least memory.
 
-Each family of plans (families.py) has loops of its own: attention whole, in groups of heads whose
-results are kept for the backward, or in groups that compute it again. These are *forms* in which a
-segment of the forward may run, each in three ways: the forward saves
+Regions may run with fewer and with more loops that take time (``forms`` of choose_modes.py). These
+are *forms* in which a segment of the forward may run, each in three ways: the forward saves
 
 - all that keeps backward from repeating a heavy op,
 - the results of ops that are slow for their bytes, attention above all,
@@ -22,16 +21,19 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import (
+    TIE,
+    Candidate,
+    fewest_saved_bytes,
+    least_memory_loops,
+)
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
-from mstpass.partition.solvers.checkpoints import Chain
-from mstpass.partition.solvers.choose_modes import fast_loops, op_times
-from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.low_memory_plans import checkpointed, with_slow_results
+from mstpass.partition.solvers.checkpoints import Chain, slow_results
+from mstpass.partition.solvers.choose_modes import forms
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
@@ -44,31 +46,29 @@ _FASTER = 8  # placements faster than the one that a bisection finds, which are 
 
 
 class CheckpointPlans:
-    """The placements of a problem with open regions, the fastest first."""
+    """The placements of a problem with open regions, the fastest first.
 
-    def __init__(self, problem: CutProblem):
-        self.problem = problem
-        found = (form for f in problem.cached(families) for form in _forms(f.problem))
-        self._forms = list({str(form.plan.modes): form for form in found}.values())
+    Attributes:
+        keeping: the plan of each form that repeats no heavy op.
+    """
+
+    def __init__(self, problem: CutProblem, keeping: Sequence[Candidate]):
+        self.problem, self.keeping = problem, keeping
 
     # ---- the placements --------------------------------------------------------------------------
     @functools.cached_property
     def _chain(self) -> Chain:
+        closed = [form.problem.allowing(recompute_heavy=True) for form in self.keeping]
         more = [
-            (with_slow_results(form).plan.saved, kept.plan.saved)
-            for form, kept in zip(self._forms, self._keeping, strict=True)
+            (slow_results(form, complete(form, frozenset())), kept.plan.saved)
+            for form, kept in zip(closed, self.keeping, strict=True)
         ]
-        return Chain([form.problem for form in self._forms], more)
-
-    @functools.cached_property
-    def _keeping(self) -> list[Candidate]:
-        """The plan of each form that repeats no heavy op."""
-        return [fewest_saved_bytes(self.problem, form.plan.modes) for form in self._forms]
+        return Chain(closed, more)
 
     @functools.cached_property
     def placements(self) -> Sequence[Placement]:
         """Those with any number of levels; none where checkpoints do not lower the peak."""
-        return self._table.placements() if self._nested_bytes else ()
+        return self._table.placements() if self.flat else ()
 
     @functools.cached_property
     def flat(self) -> Sequence[Placement]:
@@ -82,12 +82,12 @@ class CheckpointPlans:
     @property
     def _nested_bytes(self) -> float:
         """The largest room in which nested checkpoints are looked for."""
-        return _ABOVE * min((form.peak_bytes for form in self._forms), default=0)
+        return _ABOVE * self.flat[-1].room_bytes if self.flat else 0.0
 
     @property
     def _most_bytes(self) -> float:
         """The largest room in which checkpoints are looked for."""
-        return max((plan.peak_bytes for plan in self._keeping), default=0)
+        return max((plan.peak_bytes for plan in self.keeping), default=0)
 
     @property
     def stops_bytes(self) -> int:
@@ -133,7 +133,7 @@ class CheckpointPlans:
 
     def candidate(self, placement: Placement) -> Candidate | None:
         """The plan of a placement; None if its loops need each other's results."""
-        forms = [form.plan.modes for form in self._forms]
+        forms = [form.plan.modes for form in self.keeping]
         modes = dict(forms[-1])
         for region, segment in self._segments.items():
             number, _ = self._chain.forms[placement.forms[segment]]
@@ -183,30 +183,33 @@ class CheckpointPlans:
 
     def lowest(self, levels: int) -> Candidate | None:
         """The plan of the lowest peak with that many levels of nested checkpoints."""
-        return self.candidate(_least_of(self._table.placements(levels)))
+        placements = self._table.placements(levels) if self.flat else ()
+        return self.candidate(_least_of(placements)) if placements else None
 
 
-def _forms(problem: CutProblem) -> Iterator[Candidate]:
-    """Plans with checkpoints of one family, with the modes of least memory and with fast ones.
+def checkpoint_plans(problem: CutProblem) -> CheckpointPlans | None:
+    """The placements of a problem with open regions, with all forms.
 
-    There are none if checkpoints do not lower the peak.
+    None if the peak without checkpoints is made of the backward's own values, gradients above all:
+    no saved set can lower it.
     """
-    plan = problem.cached(checkpointed)
-    if plan is None:
-        return
-    yield plan.candidate
-    modes = dict(plan.candidate.plan.modes)
-    us = problem.cached(op_times)
-    for region in problem.regions:
-        if fast := fast_loops(us, region):
-            modes[region.region] = fast.name
-    try:
-        closed = with_modes(problem, modes).allowing(recompute_heavy=True)
-    except Cycle:
-        return
-    kept = plan.candidate.plan.saved & {value.name for value in closed.values if value.savable}
-    saved = read_by_backward(closed, complete(closed, kept))
-    yield Candidate(closed, Plan(saved, modes))
+    loops = problem.cached(least_memory_loops)
+    if loops.peak_bytes <= TIE * _own_bytes_at_peak(loops):
+        return None
+    keeping: list[Candidate] = []
+    for modes in forms(problem):
+        try:
+            keeping.append(fewest_saved_bytes(problem, modes))
+        except Cycle:
+            continue
+    return CheckpointPlans(problem, keeping) if keeping else None
+
+
+def _own_bytes_at_peak(candidate: Candidate) -> int:
+    """Bytes of the backward's own values at the peak, which are there whatever crosses."""
+    peak = candidate.simulation.memory.peak
+    own = {value.name for value in candidate.problem.backward}
+    return sum(moment.bytes for moment in peak.alive if moment.node in own)
 
 
 def _least_of(placements: Sequence[Placement]) -> Placement:

@@ -26,22 +26,19 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
 from mstpass.partition.solvers.min_cut import complete
-from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.segment_costs import segment_costs
 from mstpass.problem.problem import CutProblem, is_loop
-from mstpass.problem.saved_set import read_by_backward
+from mstpass.problem.saved_set import read_by_backward, recomputed_heavy_ops
 
 _TRIED = 4  # placements of the least room that are simulated: their order is that of estimates
 _FIRST = 3  # first stops without which the best of them is simulated as well
-_BY_HOST = 16  # placements that are tried with values on the host
-_PLACES_OF_LAYER = 4  # at most
 _COARSE, _FINE = 256, 512  # cells of a table
 _ROUNDED = 1.2  # what is alive at stops takes whole cells
 
@@ -63,11 +60,8 @@ class Checkpoints:
     simulation: StepSimulation
 
     def is_better_than(self, other: Checkpoints) -> bool:
-        """Whether the peak is lower, or the time of an equal peak; simulated only if need be."""
+        """Whether the peak is lower, or the time of an equal peak."""
         step, best = self.simulation, other.simulation
-        floor_bytes = step.problem.cached(PeakFloor).bytes_of(self.saved - step.offloaded)
-        if floor_bytes > best.peak_bytes or (floor_bytes == best.peak_bytes and step.us >= best.us):
-            return False
         return (step.peak_bytes, step.us) < (best.peak_bytes, best.us)
 
 
@@ -112,12 +106,6 @@ class Chain:
         near = 1.1 * table.placements(levels=0)[-1].room_bytes
         return CheckpointTable(self.costs, near, _FINE).placements(levels=0)
 
-    @functools.cached_property
-    def on_host(self) -> list[Placement]:
-        """The same if what is alive at stops takes no room."""
-        table = CheckpointTable(self.costs, self._most_bytes, _COARSE)
-        return table.placements(levels=0, host_bytes=math.inf)
-
     def table(self, most_bytes: float) -> CheckpointTable:
         """The placements of all rooms up to the given one."""
         return CheckpointTable(self.costs, most_bytes, _FINE)
@@ -158,35 +146,17 @@ def _lowest(every: Iterable[Checkpoints]) -> Checkpoints:
     return functools.reduce(lambda best, one: one if one.is_better_than(best) else best, every)
 
 
-def checkpoints_by_host(
-    problem: CutProblem, peak_and_time: Callable[[Checkpoints], tuple[int, float]]
-) -> Checkpoints:
-    """The checkpoints of one level of the lowest peak, if their values may wait on the host.
-
-    Args:
-        peak_and_time: of the step whose saved values wait there.
-    """
-    return min(every_checkpoints(problem), key=peak_and_time)
-
-
-def every_checkpoints(problem: CutProblem) -> Iterator[Checkpoints]:
-    """Checkpoints of one level, from few to as many as there are; then those at every k-th place.
-
-    In equal layers the latter lie at the same place of each.
-    """
-    chain = problem.cached(one_chain)
-    placements = chain.on_host
-    for number in sorted({i * (len(placements) - 1) // (_BY_HOST - 1) for i in range(_BY_HOST)}):
-        yield chain.checkpoints(placements[number])
-    stops = list(zip(chain.positions, chain.places, strict=True))
-    for step in range(2, _PLACES_OF_LAYER + 1):
-        for first in range(step):
-            yield save_at(problem, dict(stops[first::step]))
-
-
 def one_chain(problem: CutProblem) -> Chain:
     """The chain of a problem whose modes are chosen."""
     return Chain([problem])
+
+
+def slow_results(problem: CutProblem, saved: frozenset[str]) -> frozenset[str]:
+    """The results of heavy ops that are slow for their bytes: their time per byte is above the
+    average of all that backward repeats, attention's above all. The modes are chosen."""
+    ops = recomputed_heavy_ops(problem, saved)
+    average_us_per_byte = sum(op.us for op in ops) / max(1, sum(op.bytes for op in ops))
+    return frozenset().union(*(op.results for op in ops if op.us_per_byte > average_us_per_byte))
 
 
 def save_at(problem: CutProblem, places: Places) -> Checkpoints:

@@ -6,18 +6,32 @@ more: a mode is *outdone* by one that is alike, returns more and holds less whil
 
 ``peak_search`` begins with the first modes and goes on to those that keep fewer bytes, as far as
 the budget asks for it.
+
+*Forms* are choices for all regions that differ in the loops that they take. Some loops take time:
+those of regions that are whole until a budget asks for them, attention in groups of heads; those of
+blocks, in the place of an MLP's own; and those of heads in mixed mode, which compute the logits
+twice. By memory alone every region would get the slowest loops, where faster ones do::
+
+    none                                      attention is whole
+    none, and no mixed mode                   the same
+    those that save, and take little time     groups of a few heads keep all threads at work
+    those that save                           what backward needs is kept
+    all but mixed regions                     attention is computed again
+    all
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from mstpass.problem.problem import CutProblem, Mode, RegionModes
+from mstpass.problem.problem import MIXED, SAVE, CutProblem, Mode, RegionModes
 
 _HARDLY_SLOWER = 1.01  # factor of time
 _HARDLY_MORE = 1.02  # factor of bytes
 _CAST = 2  # sums in float32 are cast to 16 bits
+_SLOWER_AT_MOST = 1.2  # factor over the time of the whole region
 
 
 def first_modes(problem: CutProblem) -> dict[str, str]:
@@ -59,6 +73,45 @@ def least_memory_mode(region: RegionModes) -> Mode:
     limit_bytes = _HARDLY_MORE * min(map(_left_bytes, with_loops))
     near = [mode for mode in with_loops if _left_bytes(mode) <= limit_bytes]
     return min(near, key=lambda mode: (held_bytes(mode), returned_bytes(mode)))
+
+
+def forms(problem: CutProblem) -> list[dict[str, str]]:
+    """The different choices: of the modes with the loops above, those of least memory and fast
+    ones; the ones with all loops come last."""
+    us = problem.cached(op_times)
+
+    def takes_little(region: RegionModes, mode: Mode) -> bool:
+        limit_us = _SLOWER_AT_MOST * mode_us(us, region, region.modes[0])
+        is_fast = mode_us(us, region, mode) <= limit_us
+        return _has_none(region, mode) or (is_fast and saves(region, mode))
+
+    def saves(region: RegionModes, mode: Mode) -> bool:
+        return _has_none(region, mode) or mode.kind == SAVE
+
+    def no_mixed(region: RegionModes, mode: Mode) -> bool:
+        return mode.kind != MIXED
+
+    def fewer(region: RegionModes, mode: Mode) -> bool:
+        return no_mixed(region, mode) and _has_none(region, mode)
+
+    found: list[dict[str, str]] = []
+    for taken in (_has_none, fewer, takes_little, saves, no_mixed, lambda *_: True):
+        regions = [_only(region, taken) for region in problem.regions]
+        least = {region.region: least_memory_mode(region).name for region in regions}
+        fast = ((region.region, fast_loops(us, region)) for region in regions)
+        found += (least, {**least, **{name: mode.name for name, mode in fast if mode}})
+    return [form for i, form in enumerate(found) if form not in found[i + 1 :]]
+
+
+def _has_none(region: RegionModes, mode: Mode) -> bool:
+    """Whether the mode has none of the loops that take time."""
+    return not mode.loops or (bool(region.modes[0].loops) and not mode.wide)
+
+
+def _only(region: RegionModes, taken: Callable[[RegionModes, Mode], bool]) -> RegionModes:
+    """The region with these of its modes; with all, if it would have none."""
+    modes = tuple(mode for mode in region.modes if taken(region, mode))
+    return dataclasses.replace(region, modes=modes) if modes else region
 
 
 def with_narrower_sums(problem: CutProblem) -> dict[str, str]:

@@ -37,9 +37,7 @@ from mstpass.partition.solvers.candidate import (
 from mstpass.partition.solvers.choose_modes import whole_modes, with_narrower_sums
 from mstpass.partition.solvers.free_bounds import loops_that_help, within_free_time
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
-from mstpass.problem.problem import CutProblem, RegionModes
-
-_SAVE = "save"
+from mstpass.problem.problem import SAVE, CutProblem, RegionModes
 
 
 def free_plan(problem: CutProblem) -> Candidate:
@@ -107,7 +105,7 @@ class _Search:
 
 
 def _saves(region: RegionModes) -> bool:
-    return region.modes[0].name.startswith(_SAVE)
+    return region.modes[0].kind == SAVE
 
 
 def _largest(sizes: Mapping[str, int], region: RegionModes) -> int:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.partition.solvers.candidate import Candidate
-from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
-from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.low_memory_plans import every_checkpointed
+from mstpass.partition.solvers.checkpoint_plans import checkpoint_plans
 from mstpass.partition.solvers.offload import offloaded_within
+from mstpass.partition.solvers.sequence import sequence
 from mstpass.problem.problem import CutProblem, pinned_bytes
 from mstpass.problem.saved_set import must_offload
 
@@ -25,7 +24,7 @@ _HOSTS, _SMALLER = 12, 2**-0.5  # for which checkpoints are tried; from one to t
 def least_host_memory(problem: CutProblem, limit_bytes: int, host_bytes: int) -> Candidate | None:
     """The plan whose simulated peak is within the limit with the least pinned memory.
 
-    All plans of all families are compared, with each number of values on the host.
+    All plans are compared, with each number of values on the host.
 
     Args:
         host_bytes: pinned memory that the plan may take; the problem's own budget does not count.
@@ -48,17 +47,11 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
-    placed = problem.cached(CheckpointPlans)
-    yield from reversed(placed.some())
-    for number in range(_HOSTS):
-        yield from reversed(placed.by_host(int(placed.stops_bytes * _SMALLER**number)))
-    last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
-    for family in last_first:
-        yield from family.landmarks()
-    for family in last_first:
-        yield from every_checkpointed(family.problem)
-    for family in last_first:
-        yield from family.sequence(limit_bytes)
+    if placed := problem.cached(checkpoint_plans):
+        yield from reversed(placed.some())
+        for number in range(_HOSTS):
+            yield from reversed(placed.by_host(int(placed.stops_bytes * _SMALLER**number)))
+    yield from reversed(list(sequence(problem, limit_bytes)))
 
 
 def more_host_memory(problem: CutProblem, limit_bytes: int) -> str:

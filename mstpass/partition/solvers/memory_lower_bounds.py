@@ -87,42 +87,6 @@ def certain_bytes(problem: CutProblem) -> dict[str, int]:
     return {buffer.name: buffer.bytes for buffer in buffers}
 
 
-def highest_call_bytes(problem: CutProblem) -> int:
-    """A lower bound of the peak of every plan of a problem with open regions.
-
-    The most bytes that a single call outside of all loops needs: of its operands, its results and
-    its workspace. The inputs of the step do not count, nor does what a loop may compute, whose
-    buffer may be another one.
-    """
-    ops = {op.name: op for op in (*problem.values, *problem.backward)}
-    modes = (mode for region in problem.regions for mode in region.modes)
-    inside = {name for mode in modes for loop in mode.loops for name in loop.members}
-    results: dict[str, int] = {}  # bytes of the items of each call
-    for op in ops.values():
-        if op.kind == ITEM and op.inputs:
-            results[op.inputs[0]] = results.get(op.inputs[0], 0) + op.bytes
-    live = {*problem.outputs, *problem.gradients}
-    highest = 0
-    for op in reversed(ops.values()):
-        if op.name not in live:
-            continue
-        live.update(op.inputs)
-        if op.kind == CALL and op.name not in inside:
-            read = {_base(ops, name) for name in op.inputs if not _shows(ops, name, inside)}
-            held = (ops[name] for name in read if ops[name].kind not in (INPUT, CONSTANT))
-            read_bytes = sum(value.bytes for value in held if not value.free)
-            written_bytes = results.get(op.name, op.bytes)
-            highest = max(highest, read_bytes + written_bytes + op.inner_bytes)
-    return highest
-
-
-def _shows(ops: Mapping[str, Value], name: str, values: Set[str]) -> bool:
-    """Whether a value is one of these, or a view of one."""
-    while name not in values and ops[name].kind == VIEW and ops[name].inputs:
-        name = ops[name].inputs[0]
-    return name in values
-
-
 class _Reads:
     """The first and the last position at which an op reads a value, itself or a view of it."""
 
