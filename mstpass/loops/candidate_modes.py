@@ -9,12 +9,12 @@ the usual length and in chunks as short as matrix products bear. (A region that 
 large values the step returns, is offered its preferred mode in short chunks instead.) Where a
 budget asks, mixed mode is offered (loops/sections.py); where it has the shortest chunks that are
 tolerable, the sums that it spares are small, and the other mode is offered in such chunks. A mode
-is left out if another one is as lean and faster (loops/mode_costs.py). Without a
-budget it is also offered its preferred mode in long chunks, without repeated products, for steps
-whose loops take too long together. Where gradients of weights are in 16 bits and large, modes are
-also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
-runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
-(loops/mode_costs.py, partition/solvers/).
+is left out if another one is as lean and faster (loops/mode_costs.py). Without a budget it is also
+offered its preferred mode in long chunks, without repeated products, for steps whose loops take too
+long together. Where gradients of weights are in 16 bits and large, modes are also offered with sums
+over chunks in 16 bits, in as few chunks as their error allows. Which of them runs, or whether the
+region stays whole, is part of the partition problem: a solver chooses it (loops/mode_costs.py,
+partition/solvers/).
 
 Attention may run in loops over groups of heads, in two of these modes:
 
@@ -47,7 +47,7 @@ from collections.abc import Mapping, Sequence, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.advice import DIVIDING_CHUNKS, under_a_budget
+from mstpass.graph.advice import DIVIDING_CHUNKS
 from mstpass.graph.attention import is_attention, mask_of, shares_keys
 from mstpass.graph.axes import HEADS, TOKENS
 from mstpass.graph.joint import JointGraph
@@ -61,7 +61,7 @@ from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.blocks import detect_blocks
-from mstpass.regions.detect import find_regions, region_along_features
+from mstpass.regions.detect import find_regions, region_along_features, under_a_budget
 from mstpass.regions.masked_attention import detect_masked_attention
 
 _GROUPS = (2, 4, 8)
@@ -150,13 +150,8 @@ def find_candidates(
                 taken.append(_candidates(planner, plan, limit))
     if limit.is_free and rejections:  # of which a budget may take some
         still = {r.node for r in find_candidates(joint, options, Limit(0.0), runner)[1]}
-        rejections = [r if r.node in still else _under_a_budget(r) for r in rejections]
+        rejections = [r if r.node in still else under_a_budget(r) for r in rejections]
     return [*taken, *leaner], rejections
-
-
-def _under_a_budget(rejection: Rejection) -> Rejection:
-    reason = under_a_budget(rejection.reason, "it may run in chunks")
-    return dataclasses.replace(rejection, reason=reason, fix=reason.advice)
 
 
 def preferred_mode(region: Region, limit: Limit) -> str:

@@ -20,11 +20,12 @@ batch are compared. A loss over logits is then computed in rounds (loops/region_
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Set
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import advice, ops
 from mstpass.graph.advice import MORE_ROWS, SELECT_FIRST
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
@@ -161,3 +162,9 @@ def _closed(growth: WideGrowth) -> tuple[Region, WideGrowth]:
     absorb_users(growth)
     absorb_norms(growth)
     return make_region(growth, (), note), growth
+
+
+def under_a_budget(rejection: Rejection) -> Rejection:
+    """The rejection of a part that a budget takes."""
+    reason = advice.under_a_budget(rejection.reason, "it may run in chunks")
+    return dataclasses.replace(rejection, reason=reason, fix=reason.advice)

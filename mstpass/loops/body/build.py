@@ -133,7 +133,7 @@ class _Body:
             try:
                 built = self._part(node) if spec is None else self._chunk_of(node, spec)
             except RuntimeError as error:  # torch cannot tell whether two symbolic sizes are equal
-                raise CannotTake(node, f"its chunk cannot be computed: {error}") from error
+                raise CannotTake(node, REPORT(f"its chunk cannot be computed: {error}")) from error
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
