@@ -2,7 +2,7 @@
 
 A plan is made in three steps::
 
-    mode, saved values  -> loops          region_loops.py, values_to_save.py
+    mode, saved values  -> loops          region_loops.py
     loops, device costs -> chunk length   chunk_length.py
     both                -> bytes of the large values, before and after
 
