@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from mstpass.graph.advice import NO_COMPILED_AUTOGRAD
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
@@ -25,7 +26,9 @@ from mstpass.problem.problem import MIXED
 from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 
-TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
+TRACED_AGAIN = NO_COMPILED_AUTOGRAD(
+    "compiled autograd traces the backward again, and cannot trace a loop in it"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mstpass import pipeline
 from mstpass.captured import PlannedFor
 from mstpass.errors import please_report, told
 from mstpass.graph import device_costs
+from mstpass.graph.advice import REPORT
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import Modules
 from mstpass.graph.loop_op import mst_loop
@@ -38,7 +39,6 @@ from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
-from mstpass.regions.advice import with_fix
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
@@ -90,7 +90,7 @@ def warn_of(error: Exception, done: str = "left it to Inductor: the step has no 
 
 
 def failed(error: Exception) -> Outcome:
-    return Outcome(rejections=(with_fix(Rejection("error", "graph", told(error))),))
+    return Outcome(rejections=(Rejection("error", "graph", REPORT(told(error))),))
 
 
 def check_fit(outcome: Outcome, limit: Limit) -> None:
@@ -258,7 +258,7 @@ class Partitioner(CustomPartitionerFn):
         """Add passes over the finished graphs that were refused to the report, and warn of those
         that failed."""
         known = self.report.rejections if self.report is not None else ()
-        new = [r for r in map(with_fix, runner.refused) if r not in known]
+        new = [r for r in runner.refused if r not in known]
         if self.report is not None and new:
             self.report = self.report.with_outcome(rejections=(*known, *new))
         if failed_passes := failures(new):

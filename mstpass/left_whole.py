@@ -15,6 +15,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph import advice
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.memory.simulate_plan import StepSimulation
@@ -28,8 +29,8 @@ from mstpass.partition.solvers.choose_modes import least_memory_mode, least_memo
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import WHOLE, CutProblem, Plan
-from mstpass.regions.advice import TOO_LONG, UNDER_BUDGET
 
+_TOO_LONG = "take too long without a budget"
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
 
@@ -70,10 +71,11 @@ def reasons_left_whole(
         reason = reason or _elsewhere(simulation, group, limit)
         found |= {candidate.region: reason for candidate in group}
     reasons = [found[candidate.region] for candidate in left]
-    if room < 0 or not limit.is_free or all(TOO_LONG in reason for reason in reasons):
+    if room < 0 or not limit.is_free or all(_TOO_LONG in reason for reason in reasons):
         return reasons
     more = _under_a_budget(problem, plan, simulation.peak_bytes)
-    return [reason if TOO_LONG in reason else reason + more for reason in reasons]
+    stays = lambda reason: not more or _TOO_LONG in reason
+    return [reason if stays(reason) else advice.under_a_budget(reason, more) for reason in reasons]
 
 
 def _under_a_budget(problem: CutProblem, plan: Plan, peak_bytes: int) -> str:
@@ -83,9 +85,7 @@ def _under_a_budget(problem: CutProblem, plan: Plan, peak_bytes: int) -> str:
         least_bytes = fewest_saved_bytes(problem, modes).peak_bytes
     except (Cycle, nx.NetworkXUnbounded):
         return ""
-    lower = (
-        f"{UNDER_BUDGET} chunks in all such parts lower it, to {bytes_text(least_bytes)} or less"
-    )
+    lower = f"chunks in all such parts lower it, to {bytes_text(least_bytes)} or less"
     return lower if TIE * least_bytes < peak_bytes else ""
 
 
@@ -127,7 +127,7 @@ def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
     """The reason, if the peak or the time of the region's loops is it; else an empty text."""
     whole, chunked = bytes_text(compared.whole_bytes), bytes_text(compared.chunked_bytes)
     if compared.chunked_bytes > TIE * compared.whole_bytes:
-        return (
+        return advice.MORE_ROWS_LOWER(
             f"{compared.loops} here would raise the step's peak, from {whole} to {chunked}, by the "
             "sums and gradients that their loops keep"
         )
@@ -135,11 +135,11 @@ def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
         return ""
     lowered = f"{compared.loops} here would lower the step's peak, from {whole} to {chunked}"
     if not limit.is_free:
-        return f"{lowered}, but the budget is met without them"
+        return advice.LOWER_BUDGET(f"{lowered}, but the budget is met without them")
     if compared.extra_time <= problem.free_overhead:
         return ""
-    return (
-        f"{lowered}, but {TOO_LONG}: the step would take "
+    return advice.SET_BUDGET(
+        f"{lowered}, but {_TOO_LONG}: the step would take "
         f"{compared.extra_time:.1%} more time, and free_overhead allows {problem.free_overhead:.1%}"
     )
 
@@ -147,7 +147,8 @@ def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
 def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], limit: Limit) -> str:
     """The reason of a region that does not make the peak."""
     if group[0].whole_first:
-        return "chunks without recomputation save no memory, and the plan needs none here"
+        reason = "chunks without recomputation save no memory, and the plan needs none here"
+        return advice.LOWER_BUDGET(reason)
     memory = simulation.memory
     phase = "backward" if memory.peak is memory.backward else "forward"
     bytes_at = simulation.bytes_at()
@@ -158,4 +159,7 @@ def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], li
     if here >= peak.bytes:  # it runs where the peak is, which other values make
         told = f"{bytes_text(peak.bytes)} at {peak.node} in {phase}, with chunks here as well"
     ending = ", at the least memory that was found" if limit.is_least else ""
-    return f"the step's peak lies elsewhere ({told}), so chunks here would not lower it{ending}"
+    fix = advice.LEAST_BUDGET if limit.is_least else advice.LOWER_BUDGET
+    return fix(
+        f"the step's peak lies elsewhere ({told}), so chunks here would not lower it{ending}"
+    )

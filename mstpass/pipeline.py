@@ -45,7 +45,6 @@ from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
-from mstpass.regions.advice import with_fix
 from mstpass.regions.whole_masks import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
@@ -269,7 +268,7 @@ def _written(
 
 
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:
-    return Outcome(tuple(chunk_plans), tuple(map(with_fix, rejections)))
+    return Outcome(tuple(chunk_plans), tuple(rejections))
 
 
 class _Stopwatch:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.detect_stage import members_of, names_of, rejected
+from mstpass.graph.advice import MAY_SAVE, REPORT, Reason, fix_of
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.source_location import source_of
@@ -209,6 +210,7 @@ def _problem(
             guilty = next(c for c in candidates if c.region in broken)
             node = broken[guilty.region]
             reason = f"a loop would save {node}, whose checkpoint policy is must_recompute"
+            told = MAY_SAVE(reason)
         except Cycle as error:
             loop = error.loop
             guilty = next(
@@ -217,10 +219,11 @@ def _problem(
                 if any(loop == one.name for mode in region.modes for one in mode.loops)
             )
             reason = f"the loops of {guilty.region} would read values made from their own results"
+            told = REPORT(reason)
         except CannotTake as error:
             guilty = candidates[_holder(error.node, list(map(members_of, candidates)))]
-            reason = f"{error.node.name}: {error.reason}"
-        rejections.append(rejected("apply", guilty.plans[0][1], reason))
+            told = _told(error)
+        rejections.append(rejected("apply", guilty.plans[0][1], told))
         candidates = [candidate for candidate in candidates if candidate is not guilty]
 
 
@@ -232,6 +235,10 @@ def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGr
 APPLY_PLANS = Pass(
     "apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS), (CycleError, CannotTake)
 )
+
+
+def _told(refusal: CannotTake) -> Reason:
+    return Reason(f"{refusal.node.name}: {refusal.reason}", fix_of(refusal.reason))
 
 
 def apply(planned: Planned, runner: PassRunner) -> JointGraph | Planned:
@@ -251,11 +258,11 @@ def apply(planned: Planned, runner: PassRunner) -> JointGraph | Planned:
         guilty = [p for p in alone if runner.run(APPLY_PLANS, joint, [p])[1] is None] or [*plans]
     except (CycleError, CannotTake) as error:
         if isinstance(error, CycleError):
-            one, reason = error.plan, str(error)
+            one, reason = error.plan, REPORT(str(error))
         else:
             members = [[name for name, _ in plan.members] for plan in plans]
             one = plans[_holder(error.node, members)]
-            reason = f"{error.node.name}: {error.reason}"
+            reason = _told(error)
         guilty, rejections = [one], [rejected("apply", one, reason)]
     left = (c for c in planned.candidates if not any(p in guilty for _, p in c.plans))
     refused = (*planned.refused, *rejections)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mstpass.graph.advice import fix_of
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
@@ -22,7 +23,6 @@ AUTO = "auto"  # the option of this name: one of them for each loop
 # eager has besides (logits, activations and their gradients), the error of a weight's gradient
 # against float64 was, relative to eager's (bfloat16, 25 heads and 4 MLPs of random values,
 # 2026-11-27):
-#
 #     chunks    2             3             4             8
 #     error     1.02 - 1.26   1.04 - 1.43   1.05 - 1.57   1.12 - 2.09
 MOST_CHUNKS_IN_16_BITS = 2
@@ -39,7 +39,7 @@ class Rejection:
         reason: why it did.
         source: where the part is in the user's model.
         bytes: size of the part's large results.
-        fix: what the user can change; empty if nothing is known to help.
+        fix: what the user can change, by default the advice of the reason (graph/advice.py).
     """
 
     stage: str
@@ -48,6 +48,9 @@ class Rejection:
     source: str = ""
     bytes: int = 0
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fix", self.fix or fix_of(self.reason))
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -135,7 +138,6 @@ class Chunks:
         axis: what they cut, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
         total: how many of them there are, in the batch that is planned for.
         length: how many a chunk holds; where ``symbolic``, the most that it holds.
-        count: the number of chunks.
         symbolic: ``total`` varies from batch to batch.
     """
 
@@ -244,8 +246,7 @@ class SavedValue:
     """A value that crosses from forward to backward.
 
     Attributes:
-        node: its name in the final forward graph.
-        source: the place in the user's model that computes it.
+        node, source: its name in the final forward graph, and the place that computes it.
         value: the joint graph's node; empty for values that the plan adds, such as packed masks.
         on_host: it waits in host memory; ``by_chunk``: loops copy rows from there.
     """
@@ -265,8 +266,7 @@ class Transfer:
     Attributes:
         node: the node of the joint graph whose value it copies.
         to_host: False: back to the device.
-        start_us: when the copy runs, from the beginning of its graph, by the cost model.
-        end_us: when it ends.
+        start_us, end_us: when the copy runs, from the beginning of its graph, by the cost model.
         stall_us: how long the device waits for it, as it has nothing else to do.
     """
 

@@ -18,11 +18,11 @@ from torch.nn.attention import flex_attention as flex
 
 import mstpass
 from mstpass.graph import ops
+from mstpass.graph.advice import fix_of
 from mstpass.graph.attention import OTHER_KERNEL, ROWS, is_attention, operand_rows
 from mstpass.graph.heads import BUFFERS, OTHER_SCORES
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Refusal
-from mstpass.regions.advice import fix_of
 from mstpass.regions.attention import detect_attention
 from tests.checks import KERNELS, check_against_float64, joint_graph, kinds, op_by_op
 from tests.head_loops import check_loops

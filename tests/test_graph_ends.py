@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from mstpass.graph.advice import RETURN_LOSS
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import graph_ends
 from mstpass.report.report import Report
 from mstpass.torch_internals.collectives import DDP, FSDP2, Split, Wrapper, wrapper_of
 
-LOGITS = "logits are an output of the graph, so they exist in full"
+LOGITS = RETURN_LOSS("logits are an output of the graph, so they exist in full")
 PLAIN = Rejection("detect", "mm", LOGITS, fix="as always")
 
 

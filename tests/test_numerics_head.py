@@ -213,3 +213,29 @@ def test_an_op_that_may_raise_leaves_a_head_its_plan(beside: Any, device: str) -
         model.a.fill_(float("nan"))
     with pytest.raises(torch.linalg.LinAlgError):
         step(ids)
+
+
+class _TwoHeads(nn.Module):
+    """Heads that are equal but for their names, as loops over a model's layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.heads = nn.ModuleList(nn.Linear(16, 300, bias=False) for _ in range(2))
+
+    def loss(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The mean over sequences: the gradients of their tokens are made in front of the loops."""
+        lengths = (target > 3).sum(1)
+        total = torch.zeros(())
+        for head, x in zip(self.heads, (first, second), strict=True):
+            losses = F.cross_entropy(head(self.body(x)), target.flatten(), reduction="none")
+            total = total + 3 * (losses.view_as(target).sum(1) / lengths).mean()
+        return total
+
+
+def test_each_of_two_equal_heads_is_scaled() -> None:
+    """Each loop runs with 1 in the place of the loss's gradient: 3, and what is in front of it."""
+    target = torch.randint(0, 300, (4, 101))
+    inputs = [torch.randn(404, 16), torch.randn(404, 16), target]
+    report = check_against_float64(_TwoHeads(), lambda m: m.loss, inputs, chunk_tokens=64)
+    assert kinds(report) == 2 * FUSED, report

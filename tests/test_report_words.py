@@ -9,21 +9,23 @@ import torch
 
 import mstpass
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph import advice
 from mstpass.plans import ChunkPlan, Outcome, Rejection
-from mstpass.regions.advice import with_fix
 from mstpass.report.report import Report
 from mstpass.report.store import summary
 
 MIB = 2**20
-ELSEWHERE = "the step's peak lies elsewhere, so chunks here would not lower it"
-TOO_FEW = "64 tokens are fewer than two chunks of 96 rows; shorter chunks would slow down products"
-MIXES = "aten.amax reduces over all tokens"
+ELSEWHERE = advice.LOWER_BUDGET("the step's peak lies elsewhere, so chunks here would not lower it")
+TOO_FEW = advice.MORE_ROWS(
+    "64 tokens are fewer than two chunks of 96 rows; shorter chunks would slow down products"
+)
+MIXES = advice.ROWWISE("aten.amax reduces over all tokens")
 HEAD = ChunkPlan("lm_head", "fused", "head", 64, 16, 4, 9 * MIB, 3 * MIB, (), (), ())
 
 
 def _report(*rejections: Rejection, regions: tuple[ChunkPlan, ...] = (HEAD,)) -> Report:
     peaks = {"peak_bytes": 100 * MIB, "baseline_peak_bytes": 300 * MIB, "extra_time": 0.01}
-    return Report(Outcome(regions, tuple(map(with_fix, rejections)), **peaks))  # type: ignore
+    return Report(Outcome(regions, tuple(rejections), **peaks))  # type: ignore
 
 
 def _mlps(count: int, reason: str, size: int = 5 * MIB) -> list[Rejection]:

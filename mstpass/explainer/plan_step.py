@@ -30,6 +30,7 @@ from mstpass.explainer.errors import (
     stopped_note,
 )
 from mstpass.frame_stack import with_deep_stack
+from mstpass.graph.advice import is_output
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
@@ -41,7 +42,6 @@ from mstpass.partition.solvers.candidate import baseline
 from mstpass.passes.runner import PassRunner
 from mstpass.problem.apply_modes import Cycle
 from mstpass.problem.saved_set import InvalidPlan
-from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import ParetoPoint
 from mstpass.report.graph_ends import rnn_left_out
@@ -300,7 +300,7 @@ class _ReportMaker:
                 outputs = torch_kwargs["num_fwd_outputs"]
                 points = pareto_points(result, module, given, limit, outputs)
                 details = dataclasses.replace(details, pareto=points)
-        refused = (*outcome.rejections, *map(with_fix, runner.refused))
+        refused = (*outcome.rejections, *runner.refused)
         outcome = dataclasses.replace(outcome, rejections=refused)
         return Report(outcome, details=details).with_outcome(**self._drop.added_to(outcome))
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from mstpass.graph import flex_attention, ops
+from mstpass.graph.advice import NO_ATTENTION_DROPOUT, NO_MASK, OWN_LOOPS
 from mstpass.graph.joint import numel, tensors_of
 from mstpass.graph.sizes import generic_shape, same_shape
 from mstpass.graph.token_rules import OperandSpecs
@@ -36,10 +37,14 @@ from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.torch_internals.attention_blocks import is_fused
 
 ROWS = 2  # the dim of rows, of all values but masks: there it is the last but one
-DROPOUT = "dropout in attention: a group of heads cannot draw only its own random numbers"
-OTHER_RESULT = "attention returns its mask's gradient, or another result that is not by row"
-OTHER_ROWS = "attention needs its rows in another dim"
-OTHER_KERNEL = "no attention of a chunk of queries gives what this kernel does"
+DROPOUT = NO_ATTENTION_DROPOUT(
+    "dropout in attention: a group of heads cannot draw only its own random numbers"
+)
+OTHER_RESULT = NO_MASK(
+    "attention returns its mask's gradient, or another result that is not by row"
+)
+OTHER_ROWS = NO_MASK("attention needs its rows in another dim")
+OTHER_KERNEL = OWN_LOOPS("no attention of a chunk of queries gives what this kernel does")
 
 
 class Held(NamedTuple):
@@ -240,7 +245,7 @@ def rows_call(node: fx.Node) -> RowsCall | Refusal:
         return Refusal(OTHER_KERNEL)
     causal = bool(argument(node, "is_causal"))
     if causal and not same_shape(query.shape[ROWS:3], key.shape[ROWS:3]):
-        return Refusal("causal attention of other tokens than those of the keys")
+        return Refusal(OWN_LOOPS("causal attention of other tokens than those of the keys"))
     scale = argument(node, "scale")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return RowsCall(tuple(tensors), query.shape[ROWS], causal, scale, column)

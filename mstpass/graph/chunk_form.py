@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import REPORT
 from mstpass.graph.axes import TOKEN_AXIS, Axis
 from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.joint import tensors_of
@@ -83,8 +84,10 @@ def check_chunk(
         if not same_shape(new.shape, expected) or new.dtype != old.dtype:
             raise CannotTake(
                 node,
-                f"its chunk has shape {list(new.shape)} and {new.dtype}, "
-                f"expected {expected} and {old.dtype}",
+                REPORT(
+                    f"its chunk has shape {list(new.shape)} and {new.dtype}, "
+                    f"expected {expected} and {old.dtype}"
+                ),
             )
 
 

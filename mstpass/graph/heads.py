@@ -40,6 +40,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import flex_attention, ops
+from mstpass.graph.advice import ALIKE_HEADS, DIVIDING_HEADS, HEADS_APART, NO_TRAINED_SCORES
 from mstpass.graph.attention import (
     DROPOUT,
     heads_dim,
@@ -61,12 +62,12 @@ _SLICES = (aten.slice.Tensor, aten.slice_scatter.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _PARTS = (aten.cat.default, *_SLICES, *_SPLITS)
 
-MIXED = "a view mixes heads with other dims"
-PARTS = "a part of a dim does not hold whole rounds of heads"
-STATE = "the state of attention's random generator has no heads"
-FEW_KEYS = "attention's key-value heads do not divide into the groups"
-OTHER_SCORES = "FlexAttention's scores or masks depend on the head"
-BUFFERS = "FlexAttention returns gradients of what its scores are changed by"
+MIXED = HEADS_APART("a view mixes heads with other dims")
+PARTS = HEADS_APART("a part of a dim does not hold whole rounds of heads")
+STATE = HEADS_APART("the state of attention's random generator has no heads")
+FEW_KEYS = DIVIDING_HEADS("attention's key-value heads do not divide into the groups")
+OTHER_SCORES = ALIKE_HEADS("FlexAttention's scores or masks depend on the head")
+BUFFERS = NO_TRAINED_SCORES("FlexAttention returns gradients of what its scores are changed by")
 
 
 class HeadDim(NamedTuple):
@@ -117,7 +118,7 @@ class HeadAxis:
         if isinstance(result, Refusal):
             return _in_terms_of_heads(result)
         if len(result) != 1:
-            return Refusal(f"{node.target} has no dim of heads")
+            return Refusal(HEADS_APART(f"{node.target} has no dim of heads"))
         return HeadDim(result[0], held.inner)
 
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
@@ -140,7 +141,7 @@ class HeadAxis:
         size = shape_of(node)[held.dim]
         for operand, found in needs.items():
             if found and shape_of(operand)[found[0]] != size:
-                return Refusal(f"{operand.name} has other sizes along the heads")
+                return Refusal(HEADS_APART(f"{operand.name} has other sizes along the heads"))
         return _with_inner(needs, held)
 
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
@@ -173,7 +174,7 @@ class HeadAxis:
         if isinstance(needs, Refusal):
             return needs
         if needs[operand] != held:
-            return Refusal("attention needs its heads in another dim")
+            return Refusal(HEADS_APART("attention needs its heads in another dim"))
         return self._heads_in(node, heads_dim(node))
 
     def _item(self, item: fx.Node) -> HeadDim | Reduced | Refusal:
@@ -285,12 +286,12 @@ def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Siz
 
 def _in_terms_of_heads(refusal: Refusal) -> Refusal:
     """The reason of a token rule, which was asked about heads."""
-    reason = refusal.reason
+    reason: str = refusal.reason
     for token, head in (("token-parallel", "head-parallel"), ("token dim", "dim of heads")):
         reason = reason.replace(token, head)
     if reason.startswith("no token rule"):
         return refusal
-    return Refusal(reason.replace("tokens", "heads").replace("a token", "a head"))
+    return Refusal(HEADS_APART(reason.replace("tokens", "heads").replace("a token", "a head")))
 
 
 def through_view(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph import advice
 from mstpass.graph.joint import numel, tensors_of, value_of
 from mstpass.graph.op_rows.row import Attention, Row
 from mstpass.graph.op_table import may_draw, row_of
@@ -54,12 +55,14 @@ def with_token_rules(target: Any) -> Row | Refusal:
     if found.has_token_rules:
         return found
     if found.mixes:
-        return Refusal(f"{target}: {found.mixes}")
+        return Refusal(advice.Reason(f"{target}: {found.mixes}", advice.fix_of(found.mixes)))
     if may_draw(target):
-        return Refusal(f"{target} draws random numbers")
+        return Refusal(advice.NO_DROPOUT(f"{target} draws random numbers"))
     if isinstance(target, OpOverload) and schema_of(target).is_mutable:
-        return Refusal(f"{target} writes to its operands")
-    return NoRule(f"no token rule for {target}")
+        return Refusal(advice.NO_WRITES(f"{target} writes to its operands"))
+    of_torch = getattr(target, "namespace", "") in ("aten", "prims")
+    fix = advice.NARROW_OR_OTHER_OP if of_torch else advice.IN_ATEN
+    return NoRule(fix(f"no token rule for {target}"))
 
 
 # ---- token rules -------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ def operand_specs(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     if isinstance(rule, Refusal):
         return rule
     if not all(value_of(n) is not None or _can_be_operand(n) for n in node.all_input_nodes):
-        return Refusal(f"an operand of {node.name} is not a tensor")
+        return Refusal(advice.SEPARATE_DIMS(f"an operand of {node.name} is not a tensor"))
     needs = rule.backward(node, spec)
     if isinstance(needs, Refusal):
         return needs

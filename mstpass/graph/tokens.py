@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import fx
 
+from mstpass.graph.advice import SEPARATE_DIMS
 from mstpass.graph.sizes import Size
 
 Spec = tuple[int, ...]
@@ -92,7 +93,7 @@ def broadcast_source(
     if not present:
         return WHOLE
     if len(present) < len(dims):
-        return Refusal("an operand is broadcast over some of the token dims only")
+        return Refusal(SEPARATE_DIMS("an operand is broadcast over some of the token dims only"))
     return dims
 
 
@@ -111,9 +112,9 @@ def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) 
             continue
         ins, outs = group_of(in_shape, out_shape, dim)
         if not outs or any(i not in spec for i in ins):
-            return Refusal("a view mixes token dims with other dims")
+            return Refusal(SEPARATE_DIMS("a view mixes token dims with other dims"))
         if [d for d in spec if d in ins] != ins:
-            return Refusal("a view merges token dims out of order")
+            return Refusal(SEPARATE_DIMS("a view merges token dims out of order"))
         seen.update(ins)
         result.extend(outs)
     return tuple(result)

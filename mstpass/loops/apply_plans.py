@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mstpass.graph.advice import REPORT
 from mstpass.graph.builder import ADDED, Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph
@@ -142,4 +143,4 @@ class _GraphWriter:
                 self.sizes.learn(copied)
         except (UnknownSize, CannotRenew) as error:
             at = self.joint.by_name[loop.members[0]] if loop is not None else node
-            raise CannotTake(at, str(error)) from None
+            raise CannotTake(at, REPORT(str(error))) from None

@@ -9,12 +9,12 @@ the usual length and in chunks as short as matrix products bear. (A region that 
 large values the step returns, is offered its preferred mode in short chunks instead.) Where a
 budget asks, mixed mode is offered (loops/sections.py); where it has the shortest chunks that are
 tolerable, the sums that it spares are small, and the other mode is offered in such chunks. A mode
-is left out if another one is as lean and faster (loops/mode_costs.py). Without a
-budget it is also offered its preferred mode in long chunks, without repeated products, for steps
-whose loops take too long together. Where gradients of weights are in 16 bits and large, modes are
-also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
-runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
-(loops/mode_costs.py, partition/solvers/).
+is left out if another one is as lean and faster (loops/mode_costs.py). Without a budget it is also
+offered its preferred mode in long chunks, without repeated products, for steps whose loops take too
+long together. Where gradients of weights are in 16 bits and large, modes are also offered with sums
+over chunks in 16 bits, in as few chunks as their error allows. Which of them runs, or whether the
+region stays whole, is part of the partition problem: a solver chooses it (loops/mode_costs.py,
+partition/solvers/).
 
 Attention may run in loops over groups of heads, in two of these modes:
 
@@ -47,6 +47,7 @@ from collections.abc import Mapping, Sequence, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import DIVIDING_CHUNKS
 from mstpass.graph.attention import is_attention, mask_of, shares_keys
 from mstpass.graph.axes import HEADS, TOKENS
 from mstpass.graph.joint import JointGraph
@@ -58,10 +59,9 @@ from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
-from mstpass.regions.advice import under_a_budget
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.blocks import detect_blocks
-from mstpass.regions.detect import find_regions, region_along_features
+from mstpass.regions.detect import find_regions, region_along_features, under_a_budget
 from mstpass.regions.masked_attention import detect_masked_attention
 
 _GROUPS = (2, 4, 8)
@@ -330,7 +330,7 @@ def _with_equal_chunks(
     if all(mask_of(planner.joint.by_name[name]) is None for name, _ in plan.members):
         return plan
     what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
-    reason = f"{what}, which attention with a mask needs"
+    reason = DIVIDING_CHUNKS(f"{what}, which attention with a mask needs")
     return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
 
 

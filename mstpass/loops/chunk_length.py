@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 
+from mstpass.graph.advice import MORE_ROWS, SMALLER_CHUNKS
 from mstpass.graph.axes import FEATURES, QUERIES
 from mstpass.graph.device_costs import GOOD, Costs
 from mstpass.graph.joint import nbytes
@@ -110,7 +111,8 @@ def _chunk_length(
     given = options.chunk_tokens
     if given is not None:
         if given >= tokens and not unbounded:
-            return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={given}")
+            reason = f"{tokens} tokens fit in one chunk of chunk_tokens={given}"
+            return Refusal(SMALLER_CHUNKS(reason))
         if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
             return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
         return given
@@ -125,10 +127,11 @@ def _chunk_length(
     if unbounded and tokens < 2 * good:
         return good  # this batch is too short to choose by; a later one may be long
     if tokens < 2 * fewest:
-        return Refusal(
+        reason = (
             f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
             f"slow down matrix products on {facts.device.type}"
         )
+        return Refusal(MORE_ROWS(reason))
     if length == FEW:
         return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
     wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))

@@ -2,7 +2,7 @@
 
 A plan is made in three steps::
 
-    mode, saved values  -> loops          region_loops.py, values_to_save.py
+    mode, saved values  -> loops          region_loops.py
     loops, device costs -> chunk length   chunk_length.py
     both                -> bytes of the large values, before and after
 
@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import AS_MUCH_MEMORY, EQUAL_TOKENS, FEWER_SUMS, Advice
 from mstpass.graph.alike import Alike
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.checkpoint_policies import tag_of
@@ -38,6 +39,7 @@ from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
 from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE, renamed
+from mstpass.regions.make_region import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 _TRIED = 4  # regions that another one is compared with: the layers of a model are of few kinds
@@ -124,10 +126,12 @@ class RegionPlanner:
         accumulate = INPUT if length == FEW else self._asked
         loops = self._loops_of(mode, may_recompute, sections).summing(accumulate)
         if len(loops.loops) > _MOST_LOOPS:
-            reason = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
-            return Refusal(f"{reason}: each value that is reduced over all tokens ends one")
+            needs = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
+            reason = f"{needs}: each value that is reduced over all tokens ends one"
+            return Refusal(FEWER_SUMS(reason))
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
-            return Refusal("a loop would read constants only, and nothing with tokens")
+            reason = "a loop would read constants only, and nothing with tokens"
+            return Refusal(EQUAL_TOKENS(reason))
         of_tokens: Chunks | Refusal | None = chunks_of(facts, loops, sections, self.options, length)
         if isinstance(of_tokens, Refusal):
             if sections is None:
@@ -151,8 +155,9 @@ class RegionPlanner:
         if isinstance(length, str) and not forced and bytes_after >= facts.bytes_before:
             reason = f"a loop of {chunks.count} chunks would hold as much memory as no loop"
             if region.returned:
-                reason = f"{region.note.partition(';')[0]}: {reason}"
-            return Refusal(reason)
+                returned = RETURNED[region.kind]
+                return Refusal(Advice(returned.advice)(f"{returned}: {reason}"))
+            return Refusal(AS_MUCH_MEMORY(reason))
         return ChunkPlan(
             kind=region.kind,
             mode=loops.mode,

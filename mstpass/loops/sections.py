@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import Reason
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.heads import HeadAxis, HeadDim, part_sizes
 from mstpass.graph.joint import numel, value_of
@@ -132,7 +133,7 @@ class _Features(Growth):
     A user that sums over the features is a member as well.
     """
 
-    of_two_specs = "holds the features in two dims"
+    of_two_specs = Reason("holds the features in two dims")
 
     def __init__(self, facts: RegionFacts, count: int):
         super().__init__(facts.joint, HeadAxis(count))
@@ -170,7 +171,7 @@ class _Features(Growth):
 class _Gradients(Growth):
     """What the gradients of a section are computed from, from the gradients backwards."""
 
-    of_two_specs = "is read along several dims"
+    of_two_specs = Reason("is read along several dims")
 
     def __init__(self, facts: RegionFacts, features: _Features, fused: bool):
         super().__init__(facts.joint, features.axis)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import REPORT
 from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
@@ -242,9 +243,8 @@ class LoopWriter:
             result = self._reshaped(result, value.shape, inside)
         shape = result.meta["val"].shape
         if not same_shape(shape, value.shape):
-            raise CannotTake(
-                node, f"the loop returns shape {tuple(shape)}, not {tuple(value.shape)}"
-            )
+            reason = f"the loop returns shape {tuple(shape)}, not {tuple(value.shape)}"
+            raise CannotTake(node, REPORT(reason))
         result.meta.update(self._meta(result, node))
         rename(result, node.name)
         return result

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, fx
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph.advice import FLAG_OF_KERNEL
 from mstpass.graph.bands import Band, band_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, hint_shape
@@ -206,7 +207,7 @@ def _mask_bytes(node: fx.Node) -> int:
 def _rejection(node: fx.Node, reason: str) -> Rejection:
     mask = mask_of(node)
     name = node.name if mask is None else mask.name
-    return Rejection("detect", name, reason, source_of(node), _mask_bytes(node))
+    return Rejection("detect", name, FLAG_OF_KERNEL(reason), source_of(node), _mask_bytes(node))
 
 
 def _short(op: str) -> str:

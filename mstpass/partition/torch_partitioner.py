@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import OUR_BUDGET
 from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.collectives import is_between_two_ranks
 from mstpass.graph.flex_attention import is_flex, is_flex_subgraph
@@ -43,7 +44,9 @@ from mstpass.torch_internals.aot_autograd import (
 from mstpass.torch_internals.graphs import HigherOrderOperator, is_opaque
 from mstpass.walk import walk
 
-TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
+TORCH_BUDGET = OUR_BUDGET(
+    "a part of the model has torch's own budget, which only torch's partitioner obeys"
+)
 
 
 def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, SavePlan]:

@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.errors import please_report, told
+from mstpass.graph.advice import REPORT
 from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew
@@ -194,7 +195,7 @@ class PassRunner:
         except Exception as error:
             if isinstance(error, (*answers, OptionError, TorchChangedError)):
                 raise
-            reason = f"{what} is refused: {told(error)}"
+            reason = REPORT(f"{what} is refused: {told(error)}")
             if self.strict or self.verify == RAISE:
                 raise PassError(reason) from error
             log.info("%s", reason, exc_info=True)
@@ -224,7 +225,7 @@ class PassRunner:
         if self.verify == RAISE:
             raise PassError(f"{name}: {reason}")
         log.info("the pass %s is refused: %s", name, reason)
-        self._note(Rejection("verify", node, f"the pass {name} is refused: {reason}"))
+        self._note(Rejection("verify", node, REPORT(f"the pass {name} is refused: {reason}")))
 
     def _note(self, refusal: Rejection) -> None:
         if refusal not in self.refused:

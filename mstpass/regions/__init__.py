@@ -11,5 +11,4 @@ make_region.py   the finished region as plain data, and the last checks
 attention.py     attention that a loop over groups of heads can run, and what was refused:
   head_growth.py   what is computed head by head with it
 masked_attention.py, blocks.py   attention in rows of queries, alone or with the MLP behind it
-advice.py        what a user can do about a refusal
 """

@@ -30,6 +30,7 @@ from types import MappingProxyType
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import LINEAR
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
@@ -152,7 +153,7 @@ def _not_linear(node: fx.Node, backward: Set[fx.Node]) -> str:
     if isinstance(row, Refusal):
         return row.reason
     is_linear = row.is_linear(node, {n for n in node.all_input_nodes if n in backward})
-    return "" if is_linear else f"{node.target} is not linear in the gradient"
+    return "" if is_linear else LINEAR(f"{node.target} is not linear in the gradient")
 
 
 # ---- norms ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import math
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import STATIC_SIZE
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, hint, is_static
 from mstpass.graph.source_location import source_of
@@ -21,7 +22,7 @@ from mstpass.plans import Rejection
 from mstpass.walk import walk_once
 
 WIDEN = 1.5
-SYMBOLIC_WIDTH = "a dim other than the token dims has a symbolic size"
+SYMBOLIC_WIDTH = STATIC_SIZE("a dim other than the token dims has a symbolic size")
 # A value of a region is wide if it has at least these shares of the elements of its anchor's
 # result and of its anchor's input.
 WIDE_OF_ANCHOR = 0.4

@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import NEEDS_ALL, SEPARATE_DIMS
 from mstpass.graph.attention import heads_dim, is_attention
 from mstpass.graph.axes import HEADS
 from mstpass.graph.heads import HeadDim
@@ -43,7 +44,7 @@ from mstpass.walk import walk_once
 
 aten = torch.ops.aten
 KIND = "attention"
-_WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
+_WRONG_TYPE = NEEDS_ALL("this torch says that the logarithms of float64 attention are float32")
 
 
 def detect_attention(
@@ -166,7 +167,7 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
     """
     for node in (*growth.sliced, *outputs):
         if value_of(node) is None:
-            raise CannotTake(node, growth.barriers.get(node, "it is not one tensor"))
+            raise CannotTake(node, growth.barriers.get(node, SEPARATE_DIMS("it is not one tensor")))
 
 
 # ---- seeds ---------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import OWN_LOOPS
 from mstpass.graph.attention import (
     is_attention,
     is_attention_item,
@@ -51,11 +52,15 @@ from mstpass.regions.grow import Growth, found_regions
 from mstpass.regions.paths import between, between_each_other
 
 KIND = "block"
-NO_RESIDUAL = "no residual sum joins attention's result to what its queries are computed from"
-NO_MLP = "no MLP that runs in chunks follows before the next attention"
-LEAVES = "another part of the model reads a value inside of the block"
-MASK_OF_ANY_LENGTH = "attention with a mask needs chunks of queries of one length on this device"
-NOT_BY_TOKEN = "lies inside of the block and is not computed token by token"
+NO_RESIDUAL = OWN_LOOPS(
+    "no residual sum joins attention's result to what its queries are computed from"
+)
+NO_MLP = OWN_LOOPS("no MLP that runs in chunks follows before the next attention")
+LEAVES = OWN_LOOPS("another part of the model reads a value inside of the block")
+MASK_OF_ANY_LENGTH = OWN_LOOPS(
+    "attention with a mask needs chunks of queries of one length on this device"
+)
+NOT_BY_TOKEN = OWN_LOOPS("lies inside of the block and is not computed token by token")
 
 
 def detect_blocks(
@@ -179,7 +184,7 @@ class _Block(Growth):
         self._read(x, self._spec_of_input(x, cone))
         for node in self.joint.sorted(cone):
             if is_attention(node) and node is not self.attention:
-                raise CannotTake(node, "another attention lies inside of the block")
+                raise CannotTake(node, OWN_LOOPS("another attention lies inside of the block"))
             if not self._try_add(node):
                 raise CannotTake(node, NOT_BY_TOKEN)
 
@@ -203,7 +208,9 @@ class _Block(Growth):
         own |= {u for item in out for u in item.users if is_attention(u) and is_backward(u)}
         own |= {item for node in own if is_attention(node) for item in node.users}
         if not any(map(is_attention, own)):
-            raise CannotTake(self.attention, "the backward of a block's attention is not one op")
+            raise CannotTake(
+                self.attention, OWN_LOOPS("the backward of a block's attention is not one op")
+            )
         own |= between_each_other(joint, own)
         for node, spec in of_mlp.items():
             if node in own and spec:

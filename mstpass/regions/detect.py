@@ -20,11 +20,13 @@ batch are compared. A loss over logits is then computed in rounds (loops/region_
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Set
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import advice, ops
+from mstpass.graph.advice import MORE_ROWS, SELECT_FIRST
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, symbols_of
@@ -129,9 +131,9 @@ def _region(growth: WideGrowth) -> tuple[Region, WideGrowth]:
     """
     anchor = growth.anchor
     if depends_on_data(anchor.meta["val"]):
-        raise CannotTake(anchor, "the size of its result depends on data")
+        raise CannotTake(anchor, SELECT_FIRST("the size of its result depends on data"))
     if growth.count < 2:
-        raise CannotTake(anchor, f"{growth.count} tokens are too few for a loop")
+        raise CannotTake(anchor, MORE_ROWS(f"{growth.count} tokens are too few for a loop"))
     if not all(isinstance(width, int) for width in widths(anchor) or ()):
         raise CannotTake(anchor, SYMBOLIC_WIDTH)
     growth.add(anchor, growth.held_by_anchor)
@@ -160,3 +162,9 @@ def _closed(growth: WideGrowth) -> tuple[Region, WideGrowth]:
     absorb_users(growth)
     absorb_norms(growth)
     return make_region(growth, (), note), growth
+
+
+def under_a_budget(rejection: Rejection) -> Rejection:
+    """The rejection of a part that a budget takes."""
+    reason = advice.under_a_budget(rejection.reason, "it may run in chunks")
+    return dataclasses.replace(rejection, reason=reason, fix=reason.advice)

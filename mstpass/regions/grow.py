@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import NARROW_EXCHANGE, OTHER_REGION, RETURN_SUM, ROWWISE, SEPARATE_DIMS
 from mstpass.graph.axes import Axis
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, nbytes, value_of
@@ -32,8 +33,8 @@ from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 from mstpass.plans import Region, Rejection
 
-ANOTHER = "already belongs to another region"
-COMPLETE = "what is reduced over all tokens is complete only after the loop"
+ANOTHER = OTHER_REGION("already belongs to another region")
+COMPLETE = ROWWISE("what is reduced over all tokens is complete only after the loop")
 
 
 def found_regions(
@@ -72,8 +73,10 @@ class Growth:
         of_two_specs: why a value joins in one role alone; filled in are two specs.
     """
 
-    of_collectives = "a collective runs once on all tokens, in step with the other ranks"
-    of_two_specs = "its users need different token dims: {} and {}"
+    of_collectives = NARROW_EXCHANGE(
+        "a collective runs once on all tokens, in step with the other ranks"
+    )
+    of_two_specs = SEPARATE_DIMS("its users need different token dims: {} and {}")
 
     def __init__(self, joint: JointGraph, axis: Axis, taken: Set[fx.Node] = frozenset()):
         self.joint, self.axis, self.taken = joint, axis, taken
@@ -132,7 +135,7 @@ class Growth:
                 return self.axis.sum_operands(member, operand, held)
         if all(self.specs.get(operand) == SUM for operand in tensor_inputs(member)):
             return {}  # a sum of sums
-        return Refusal("no operand that it sums has tokens in the region")
+        return Refusal(ROWWISE("no operand that it sums has tokens in the region"))
 
     def held(self, operand: fx.Node) -> Spec | None:
         """How members read a value chunk by chunk; None if they do not."""
@@ -145,7 +148,7 @@ class Growth:
         if isinstance(spec, Reduced):
             return Refusal(COMPLETE)
         if user.op == "output":
-            return Refusal("is an output of the graph")
+            return Refusal(RETURN_SUM("is an output of the graph"))
         return self.result(user, operand, spec)
 
     def result(self, user: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
@@ -181,7 +184,7 @@ class Growth:
             self.specs[node] = spec
             self.queue.append(node)
         elif known != spec:
-            raise CannotTake(node, self.of_two_specs.format(known, spec))
+            raise CannotTake(node, self.of_two_specs.of(known, spec))
 
     def _push_users(self, member: fx.Node) -> None:
         for user in self.joint.users(member):

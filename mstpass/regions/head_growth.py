@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import HEADS_APART, NARROW_EXCHANGE, NEEDS_ALL
 from mstpass.graph.attention import forward_of, is_attention
 from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph
@@ -36,9 +37,9 @@ from mstpass.regions.grow import ANOTHER, Growth
 from mstpass.regions.paths import back_to
 from mstpass.walk import walk_once
 
-OTHER_ATTENTION = "another attention reads the same keys and values"
+OTHER_ATTENTION = NEEDS_ALL("another attention reads the same keys and values")
 Neighbors = Callable[[fx.Node], Iterable[fx.Node]]
-ROUND_TRIP = "is computed from all heads, and the heads need it again"
+ROUND_TRIP = HEADS_APART("is computed from all heads, and the heads need it again")
 
 
 class RoundTrip(CannotTake):
@@ -60,8 +61,10 @@ class HeadGrowth(Growth):
         barriers: why nodes that read members, or that members read, are none themselves.
     """
 
-    of_collectives = "a collective runs once on all heads, in step with the other ranks"
-    of_two_specs = "holds its heads in {} and in {}"
+    of_collectives = NARROW_EXCHANGE(
+        "a collective runs once on all heads, in step with the other ranks"
+    )
+    of_two_specs = HEADS_APART("holds its heads in {} and in {}")
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class HeadGrowth(Growth):
             self._put(operand, spec)
             return
         if self.sliced.setdefault(operand, spec) != spec:
-            raise CannotTake(operand, "is read along several dims")
+            raise CannotTake(operand, HEADS_APART("is read along several dims"))
         if operand.op == "call_function":
             self.barriers[operand] = reason
 
@@ -127,7 +130,7 @@ class HeadGrowth(Growth):
         outside = self._why_outside(user)
         result = Refusal(outside) if outside else super().spec_of_user(user, operand)
         if isinstance(result, Reduced) and result != SUM:
-            return Refusal(f"{user.target} reduces over all heads")
+            return Refusal(HEADS_APART(f"{user.target} reduces over all heads"))
         return result
 
     def _refuses(self, user: fx.Node, reason: str) -> None:
@@ -145,7 +148,8 @@ class HeadGrowth(Growth):
                 held = self.specs.get(operand, self.sliced.get(operand))
                 in_loop = (node in self.joint.backward) == (operand in self.joint.backward)
                 if held != needed and (isinstance(held, tuple) or (held == SUM and in_loop)):
-                    raise CannotTake(node, f"every head needs all of {operand.name}")
+                    reason = HEADS_APART(f"every head needs all of {operand.name}")
+                    raise CannotTake(node, reason)
 
     def _check_round_trips(self, seed: fx.Node) -> None:
         """Check that no loop needs what is computed from its own results.

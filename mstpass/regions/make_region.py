@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import advice, ops
 from mstpass.graph.axes import FEATURES, TOKENS
 from mstpass.graph.joint import numel, tensors_of
 from mstpass.graph.sizes import is_bounded, is_static
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced
 from mstpass.plans import Region
-from mstpass.regions.advice import fix_of
 from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.wide_growth import WideGrowth
 from mstpass.torch_internals.fake_tensors import is_ordinary
 
 _TWICE = "computed more than once: in between, values of all tokens or of all ranks are combined"
-_RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
-    "lm_head": "logits are an output of the graph, so they exist in full",
-    "mlp": "a large value is an output of the graph, so it exists in full",
+RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
+    "lm_head": advice.RETURN_LOSS("logits are an output of the graph, so they exist in full"),
+    "mlp": advice.RETURN_MADE("a large value is an output of the graph, so it exists in full"),
 }
 
 
@@ -47,9 +46,10 @@ def make_region(growth: WideGrowth, unit: tuple[fx.Node, ...], note: str) -> Reg
         note = ""  # an MLP is never fused: the gradient of its output is not a scalar
     if returned:
         _check_large_value_left(growth, kind, returned)
-        note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
+        note = "; ".join(filter(None, (RETURNED[kind], advice.fix_of(RETURNED[kind]), note)))
         if in_rounds:
-            raise CannotTake(next(iter(returned)), "is an output, and is computed more than once")
+            reason = advice.RETURN_SUM("is an output, and is computed more than once")
+            raise CannotTake(next(iter(returned)), reason)
     if in_rounds:
         note = "; ".join(filter(None, (_TWICE, note)))
     forward_outputs = [n for n in outputs if n not in growth.joint.backward and n not in returned]
@@ -105,9 +105,8 @@ def _outputs(growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
             continue  # a view of a value that the loop returns
         is_reduced = isinstance(growth.specs[node], Reduced)
         if growth.wide(node) and not is_reduced and node not in returned:
-            raise CannotTake(
-                node, f"{readers[0].name}, which is outside the region, reads a wide value"
-            )
+            reason = f"{readers[0].name}, which is outside the region, reads a wide value"
+            raise CannotTake(node, advice.NARROW_READER(reason))
         leaving[_without_views(growth, node)] = None
     return growth.joint.sorted(leaving)
 
@@ -142,7 +141,8 @@ def _check_values(growth: WideGrowth) -> None:
         spec = WHOLE if isinstance(held, Reduced) else held
         for value in tensors_of(node.meta.get("val")):
             if not is_ordinary(value):
-                raise CannotTake(node, "is no ordinary tensor: it is sparse, or a lazy conjugate")
+                reason = "is no ordinary tensor: it is sparse, or a lazy conjugate"
+                raise CannotTake(node, advice.ORDINARY(reason))
             features = [size for dim, size in enumerate(value.shape) if dim not in spec]
             if growth.of_tokens and not all(isinstance(size, int) for size in features):
                 raise CannotTake(node, SYMBOLIC_WIDTH)
@@ -157,16 +157,16 @@ def _check_large_value_left(growth: WideGrowth, kind: str, returned: set[fx.Node
             continue
         if ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers_through_views(node))):
             return
-    raise CannotTake(next(iter(returned)), _RETURNED[kind])
+    raise CannotTake(next(iter(returned)), RETURNED[kind])
 
 
 def _check_gain(growth: WideGrowth, forward_outputs: list[fx.Node]) -> None:
     """The outputs of the forward part must be clearly smaller than the anchor's result."""
     stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Reduced))
     if not forward_outputs and not growth.returned:
-        raise CannotTake(growth.anchor, "nothing outside the region uses its results")
-    if 2 * stacked > numel(growth.anchor):
         raise CannotTake(
-            growth.anchor,
-            "its outputs are as large as its intermediates: chunks would save no memory",
+            growth.anchor, advice.USE_RESULTS("nothing outside the region uses its results")
         )
+    if 2 * stacked > numel(growth.anchor):
+        reason = "its outputs are as large as its intermediates: chunks would save no memory"
+        raise CannotTake(growth.anchor, advice.ONLY_WIDENS(reason))

@@ -17,6 +17,7 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import HEADS_APART, NO_MASK
 from mstpass.graph.attention import OTHER_RESULT, ROWS, is_backward, mask_of
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.joint import JointGraph, numel, value_of
@@ -29,9 +30,9 @@ from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import ANOTHER, Growth, found_regions
 
 KIND = "attention"
-NOT_BY_ROW = "is no tensor of fixed sizes with a row for each query"
-AN_INPUT = "the mask, or a part of it as large, is an input of the graph"
-PADDED = "attention's kernel pads its rows"
+NOT_BY_ROW = NO_MASK("is no tensor of fixed sizes with a row for each query")
+AN_INPUT = NO_MASK("the mask, or a part of it as large, is an input of the graph")
+PADDED = NO_MASK("attention's kernel pads its rows")
 
 
 def detect_masked_attention(
@@ -91,7 +92,7 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
 class _Masks(Growth):
     """The large values that masks are computed from, with their rows."""
 
-    of_two_specs = "is read along several dims"
+    of_two_specs = HEADS_APART("is read along several dims")
     large = 0
 
     def add_mask(self, attention: fx.Node, needs: OperandSpecs) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import NO_MASK_OR_BUDGET
 from mstpass.graph.attention import mask_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.source_location import source_of
@@ -36,7 +37,9 @@ def whole_masks(joint: JointGraph, written: Collection[str]) -> Iterator[Rejecti
         if base.name in written and value is not None and value.dim() > 1:
             kind = str(value.dtype).removeprefix("torch.")
             reason = f"{WHOLE_MASK}, {' x '.join(map(str, value.shape))} in {kind}"
-            yield Rejection("apply", base.name, reason, source_of(reader), nbytes(base))
+            yield Rejection(
+                "apply", base.name, NO_MASK_OR_BUDGET(reason), source_of(reader), nbytes(base)
+            )
 
 
 def _written(mask: fx.Node) -> fx.Node:

@@ -26,6 +26,7 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import OWN_VALUES, RETURN_SUM, SEPARATE_DIMS
 from mstpass.graph.axes import FEATURES, TOKEN_AXIS, axis_of
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
@@ -36,6 +37,7 @@ from mstpass.regions.grow import COMPLETE, Growth
 from mstpass.regions.paths import back_to
 from mstpass.walk import needed_first, walk_once
 
+OUTSIDE = OWN_VALUES("lies on a path that leaves the region and comes back")
 _FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
 
@@ -174,7 +176,7 @@ class WideGrowth(Growth):
 
     def _returns(self, member: fx.Node) -> None:
         if member in self.joint.backward:
-            raise CannotTake(member, "is an output of the graph")
+            raise CannotTake(member, RETURN_SUM("is an output of the graph"))
         self.returned.add(member)
 
     def _pull(self, operand: fx.Node, spec: Spec) -> None:
@@ -183,7 +185,8 @@ class WideGrowth(Growth):
         elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
             self._put(operand, spec)
         elif value_of(operand) is None:
-            raise CannotTake(operand, "it returns several tensors but cannot join the region")
+            reason = SEPARATE_DIMS("it returns several tensors but cannot join the region")
+            raise CannotTake(operand, reason)
 
     def _may_be_read(self, member: fx.Node, spec: Spec) -> bool:
         """Whether a loop may read the value of a member in other dims than it computes it in.
@@ -210,7 +213,7 @@ class WideGrowth(Growth):
     def _check_role(self, operand: fx.Node, spec: Spec) -> None:
         known = self.specs.get(operand, spec)
         if known != spec and not self._may_be_read(operand, spec):
-            raise CannotTake(operand, self.of_two_specs.format(known, spec))
+            raise CannotTake(operand, self.of_two_specs.of(known, spec))
 
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
         if operand.op != "call_function":
@@ -318,5 +321,5 @@ class WideGrowth(Growth):
                 self.add(node, result)
                 return
         waits = any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
-        reason = COMPLETE if waits else "lies on a path that leaves the region and comes back"
+        reason = COMPLETE if waits else OUTSIDE
         raise CannotTake(node, reason)

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph.advice import MORE_ROWS, asks_for_nothing
 from mstpass.plans import (
     ChunkPlan,
     Outcome,
@@ -24,7 +25,6 @@ from mstpass.plans import (
     SavePlan,
     Transfer,
 )
-from mstpass.regions.advice import asks_for_nothing, wants_more_tokens
 from mstpass.report.details import BACKWARD, FORWARD, Details, details_to_json
 
 
@@ -164,8 +164,8 @@ _SMALL = 0.05  # of the peak
 
 def asks_for_change(rejection: Rejection, report: ReportData) -> bool:
     """Whether the user can do something about this rejection of the report that may help."""
-    if asks_for_nothing(rejection):
+    if asks_for_nothing(rejection.fix):
         return False
-    is_few = report.regions and wants_more_tokens(rejection)
+    is_few = report.regions and MORE_ROWS in rejection.fix
     least = _SMALL if is_few else LEAST_PEAK_SHARE
     return not 0 < rejection.bytes <= least * (report.outcome.peak_bytes or 0)

@@ -23,10 +23,10 @@ import torch
 from torch import fx, nn
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph.advice import LOSS_IN_GRAPH, is_output
 from mstpass.graph.sizes import hint_numel
 from mstpass.graph.source_location import source_of
 from mstpass.plans import Outcome, Rejection
-from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.report import Report
 from mstpass.torch_internals.collectives import DDP, FSDP2, Split, Wrapper, wrapper_of
 from mstpass.torch_internals.dynamo import compiles_rnns
@@ -123,9 +123,9 @@ def with_graph_ends(report: Report, gm: fx.GraphModule, inputs: Sequence[Any]) -
     rejections = [_advised(rejection, wrapper, has_loss) for rejection in outcome.rejections]
     logits_bytes = _logits_bytes(gm, inputs)
     if logits_bytes and not report.regions and logits_bytes >= _LOGITS_SHARE * _peak(report):
-        reason = "logits are an input of the graph, so they exist in full"
+        reason = LOSS_IN_GRAPH("logits are an input of the graph, so they exist in full")
         logits = Rejection("detect", "logits", reason, bytes=logits_bytes)
-        rejections.append(with_fix(_fixed(logits, wrapper)))
+        rejections.append(_fixed(logits, wrapper))
     notes = [_note(wrapper.split)] if wrapper.split else []
     return report.with_outcome(rejections=tuple(rejections), notes=(*outcome.notes, *notes))
 

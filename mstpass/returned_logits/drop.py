@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.graph.advice import LOGITS_AS_MADE, NO_DDP_SPLITS, ONE_GRAPH
 from mstpass.graph.sizes import Size, expression, hint, hint_numel
 from mstpass.graph.source_location import source_of
 from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
-from mstpass.regions.advice import with_fix
 from mstpass.returned_logits.find_logits import find_logits, value_of
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.collectives import bucket_being_compiled
@@ -34,6 +34,7 @@ from mstpass.torch_internals.dynamo import graph_break_after
 _AFTER_BREAK = "the graph ends at a graph break, and the code behind it may read the logits"
 _IN_OTHER_BUCKET = "another of the graphs that DDP splits this one into reads the logits"
 _BY_DATA = "the size of the logits depends on data"
+_ADVICE = {_AFTER_BREAK: ONE_GRAPH, _BY_DATA: ONE_GRAPH, _IN_OTHER_BUCKET: NO_DDP_SPLITS}
 
 Compiled = Callable[..., Any]
 
@@ -206,5 +207,6 @@ def _note(output: DroppedOutput) -> str:
 def _rejection(node: fx.Node, reason: str) -> Rejection:
     value = value_of(node)
     size_bytes = hint_numel(value) * value.element_size() if value is not None else 0
-    reason = f"logits='drop' keeps the logits that the step returns: {reason}"
-    return with_fix(Rejection("logits", node.name, reason, source_of(node), size_bytes))
+    advice = _ADVICE.get(reason, LOGITS_AS_MADE)
+    reason = advice(f"logits='drop' keeps the logits that the step returns: {reason}")
+    return Rejection("logits", node.name, reason, source_of(node), size_bytes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mstpass.graph import advice
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.linearity import linear_matmul
 from mstpass.graph.op_rows import row
@@ -32,7 +33,11 @@ def product_rows() -> dict[Any, Row]:
         repeat=PINNED,
     )
     sums_by_expert = dataclasses.replace(rows_by_expert, factors=Factors(grouped=True, adds=True))
-    by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
+    by_expert = Row(
+        "other",
+        mixes=advice.ONLY_DENSE("the rows are grouped by expert"),
+        factors=Factors(grouped=True),
+    )
     found: dict[Any, Row] = {
         aten._scaled_mm.default: Row("matmul", products.scaled, factors=Factors()),
         grouped_rows: rows_by_expert,
@@ -72,7 +77,7 @@ def product_rows() -> dict[Any, Row]:
 def attention_rows() -> dict[Any, Row]:
     """Fused attention; the names of the workspaces are those of memory/workspaces.py."""
     sdpa, flash, efficient = "aten::_scaled_dot_product_", "aten::_flash", "aten::_efficient"
-    reason = "attention: every token reads other tokens"
+    reason = advice.NEEDS_ALL("attention: every token reads other tokens")
 
     def fused(backward: bool, workspace: str, **known: Any) -> Row:
         attention = Attention(backward, results=4 if backward else 2, **known)
@@ -150,20 +155,25 @@ _POOLS = (  # and their gradients; Inductor decomposes other ops that resize or 
 # ---- the rest ------------------------------------------------------------------------------------
 def other_rows() -> dict[Any, Row]:
     """Ops that mix tokens, those that draw random numbers, and ops of mstpass itself."""
-    random, counts = "draws random numbers", "counts over all elements"
-    neighbours = "a convolution reads neighbouring positions"
-    strides = "addresses memory by strides, not by dims"
+    random, counts = (
+        advice.NO_DROPOUT("draws random numbers"),
+        advice.ROWWISE("counts over all elements"),
+    )
+    neighbours = advice.NEEDS_ALL("a convolution reads neighbouring positions")
+    strides = advice.SEPARATE_DIMS("addresses memory by strides, not by dims")
     reasons = {
-        "aten::embedding_dense_backward": "adds rows at indices that depend on the token",
-        "prims::inductor_lookup_seed": "draws a random seed",
+        "aten::embedding_dense_backward": advice.SELECT_FIRST(
+            "adds rows at indices that depend on the token"
+        ),
+        "prims::inductor_lookup_seed": advice.NO_DROPOUT("draws a random seed"),
         **dict.fromkeys(("aten::histc", "aten::bincount"), counts),
         **dict.fromkeys(("aten::convolution", "aten::convolution_backward"), neighbours),
-        **dict.fromkeys(_POOLS, "pools neighbouring positions"),
-        "aten::nonzero": "the size of the result depends on data",
+        **dict.fromkeys(_POOLS, advice.RESIZE_FEATURES("pools neighbouring positions")),
+        "aten::nonzero": advice.SELECT_FIRST("the size of the result depends on data"),
         **dict.fromkeys(
             ("aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided"), strides
         ),
-        "aten::equal": "compares whole tensors",
+        "aten::equal": advice.ROWWISE("compares whole tensors"),
     }
     return {
         **{name: Row("other", mixes=reason) for name, reason in reasons.items()},

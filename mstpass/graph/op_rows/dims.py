@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from mstpass.graph import linearity
+from mstpass.graph.advice import EXTREMA, NO_STACKS, ROWWISE, SELECT_FIRST, Advice
 from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
-from mstpass.graph.tokens import ANY, MAX, MIN, SUM, Reduced
+from mstpass.graph.tokens import ANY, MAX, MIN, SUM
 from mstpass.problem.op import CALL, ITEM, SCATTER
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+ADDS_ROWS = SELECT_FIRST("adds rows at indices that depend on the token")
 
 
 def view_rows() -> dict[Any, Row]:
@@ -56,8 +58,8 @@ def view_rows() -> dict[Any, Row]:
 
 
 def reduction_rows() -> dict[Any, Row]:
-    def reduction(kind: str, linear: LinearRule, combined: Reduced | None = None) -> Row:
-        return Row(kind, along_dims.reduced(combined), linear)
+    def reduction(kind: str, linear: LinearRule, *how: Any) -> Row:
+        return Row(kind, along_dims.reduced(*how), linear)
 
     others = (
         aten.var_mean.correction,
@@ -66,8 +68,6 @@ def reduction_rows() -> dict[Any, Row]:
         aten.argmax.default,
         aten.argmin.default,
         aten.prod.dim_int,
-        aten.max.dim,
-        aten.min.dim,
     )
     selections = (  # Inductor calls ATen's kernels for these
         aten.kthvalue.default,
@@ -85,6 +85,7 @@ def reduction_rows() -> dict[Any, Row]:
         **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), some),
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
         **dict.fromkeys(others, reduction("reduce", never)),
+        **dict.fromkeys((aten.max.dim, aten.min.dim), reduction("reduce", never, None, EXTREMA)),
         "prims::prepare_softmax_online": Row("reduce"),  # of Inductor's last graphs
         **dict.fromkeys(selections, reduction("sort", never)),
         aten.native_layer_norm.default: Row("reduce", along_dims.norm),
@@ -96,15 +97,18 @@ def rows_along_dims() -> dict[Any, Row]:
         linear: LinearRule = never,
         worked_dims: along_dims.WorkedDims = along_dims.dim_argument,
         kind: str = "index",
+        advice: Advice = ROWWISE,
         reads_elsewhere: bool = True,
         **known: Any,
     ) -> Row:
-        rule = along_dims.along(worked_dims)
+        rule = along_dims.along(worked_dims, advice)
         return Row(kind, rule, linear, reads_elsewhere=reads_elsewhere, **known)
 
     in_place = along(reads_elsewhere=False)
     triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
-    cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/kernel_rules.py)
+    cat = along(
+        linearity.linear_cat, advice=NO_STACKS, runs=CALL
+    )  # if it copies a part (memory/kernel_rules.py)
     stacked, inserted = along_dims.stacked, along_dims.select_scattered
     written = along(linearity.sum_of(0, -1), runs=SCATTER)
     sorts = (
@@ -149,7 +153,7 @@ def index_rows() -> dict[Any, Row]:
         **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
         "aten::_unsafe_masked_index_put_accumulate": Row(
             "other",
-            mixes="adds rows at indices that depend on the token",
+            mixes=ADDS_ROWS,
             added_rows=3,
             runs=SCATTER,
         ),

@@ -28,18 +28,19 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from mstpass.graph.advice import ROWWISE, SEPARATE_DIMS, Advice, Reason
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec
 
 OperandSpecs = dict[fx.Node, Spec]
-Place = int | str
+Place = int | Reason
 Places = list[tuple[fx.Node, Sequence[Place]]]
 
-WORKED = "{} works along a token dim"
+WORKED = ROWWISE("{} works along a token dim")
 _ALL_REDUCED = "{} reduces over all tokens"
 _SOME_REDUCED = "{} reduces over some of the token dims"
-_SOME_BROADCAST = "an operand is broadcast over some of the token dims only"
-_TWO_ROLES = "{} uses one value in two roles"
+_SOME_BROADCAST = SEPARATE_DIMS("an operand is broadcast over some of the token dims only")
+_TWO_ROLES = ROWWISE("{} uses one value in two roles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,14 @@ class Rule:
         refused: why no tokens are in a dim that the op makes.
         combined: what the result is of an operand whose dims with negative places are tokens; None:
             chunks of it do not give that of all tokens.
+        reduced: what to do about that.
         free: dims that no operand has may be token dims: all tokens are equal.
     """
 
     places: Callable[[fx.Node], Places | Refusal]
-    refused: str = WORKED
+    refused: Reason = WORKED
     combined: Reduced | None = SUM
+    reduced: Advice = ROWWISE
     free: bool = False
 
     def forward(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
@@ -67,12 +70,12 @@ class Rule:
         if not roles or any(list(each) != list(roles[0]) for each in roles):
             return _refusal(_TWO_ROLES if roles else self.refused, node)
         found = [roles[0][d] for d in spec]
-        if reasons := [place for place in found if isinstance(place, str)]:
+        if reasons := [place for place in found if isinstance(place, Reason)]:
             return _refusal(reasons[0], node)
         kept = tuple(place for place in found if isinstance(place, int) and place >= 0)
         if len(kept) == len(spec):
             return kept
-        refused = _SOME_REDUCED if kept else _ALL_REDUCED
+        refused = self.reduced(_SOME_REDUCED if kept else _ALL_REDUCED)
         return self.combined if self.combined and not kept else _refusal(refused, node)
 
     def backward(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
@@ -105,5 +108,5 @@ def _needed(node: fx.Node, places: Places, wanted: Sequence[Place]) -> OperandSp
     return {**needs, **known}
 
 
-def _refusal(reason: str, node: fx.Node) -> Refusal:
-    return Refusal(reason.format(node.target))
+def _refusal(reason: Reason, node: fx.Node) -> Refusal:
+    return Refusal(reason.of(node.target))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from mstpass.graph.advice import NO_STACKS, ROWWISE, SELECT_FIRST, SEPARATE_DIMS, Advice, Reason
 from mstpass.graph.token_rules import WORKED, Place, Places, Rule
 from mstpass.graph.token_rules.arguments import (
     argument,
@@ -29,7 +30,7 @@ PlacesOf = Callable[[fx.Node, fx.Node], "list[int | None]"]
 WorkedDims = Callable[[fx.Node, int], "list[int]"]  # (node, its rank) -> dims that it works along
 
 
-def by_places(places_of: PlacesOf, refused: str = WORKED) -> Rule:
+def by_places(places_of: PlacesOf, refused: Reason = WORKED) -> Rule:
     """The rule of an op whose result has the dims of its operands in other places."""
 
     def places(node: fx.Node) -> Places:
@@ -39,7 +40,7 @@ def by_places(places_of: PlacesOf, refused: str = WORKED) -> Rule:
     return Rule(places, refused)
 
 
-def along(worked_dims: WorkedDims) -> Rule:
+def along(worked_dims: WorkedDims, advice: Advice = ROWWISE) -> Rule:
     """The rule of an op that works along ``worked_dims``; operands and result have equal rank."""
 
     def places(node: fx.Node) -> Places:
@@ -47,12 +48,12 @@ def along(worked_dims: WorkedDims) -> Rule:
         found: list[Place] = [*range(len(out))]
         for dim, size in enumerate(out):
             if any(shape_of(n)[dim] != size for n in operands):
-                found[dim] = "the operands of {} differ in their token dims"
+                found[dim] = SEPARATE_DIMS("the operands of {} differ in their token dims")
         for dim in worked_dims(node, len(out)):
-            found[dim] = WORKED
+            found[dim] = advice(WORKED)
         return [(n, found) for n in operands]
 
-    return Rule(places)
+    return Rule(places, advice(WORKED))
 
 
 # ---- the dims that an op works along ------------------------------------------------------------
@@ -131,9 +132,9 @@ def _complex(node: fx.Node, operand: fx.Node) -> list[int | None]:
     return [d if d < rank else None for d in range(len(shape_of(operand)))]
 
 
-selected = by_places(_selected, "{} picks single tokens")  # and ``unbind``
-stacked = by_places(_stacked)
-select_scattered = by_places(_select_scattered, "{} writes single tokens")
+selected = by_places(_selected, SELECT_FIRST("{} picks single tokens"))  # and ``unbind``
+stacked = by_places(_stacked, NO_STACKS(WORKED))
+select_scattered = by_places(_select_scattered, SELECT_FIRST("{} writes single tokens"))
 repeated = by_places(_repeated)
 permuted = by_places(_permuted)
 as_complex = by_places(_complex)
@@ -145,7 +146,7 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     return dims_of(node, rank, "dim") if has_argument(node, "dim") else list(range(rank))
 
 
-def reduced(combined: Reduced | None = None) -> Rule:
+def reduced(combined: Reduced | None = None, advice: Advice = ROWWISE) -> Rule:
     """The rule of a reduction; ``combined``: how results of chunks make that of all tokens."""
 
     def places(node: fx.Node) -> Places:
@@ -157,20 +158,20 @@ def reduced(combined: Reduced | None = None) -> Rule:
         found: dict[int, Place] = dict(zip(kept, names, strict=True))
         return [(source, [found.get(d, -1 - d) for d in range(rank)])]
 
-    return Rule(places, combined=combined)
+    return Rule(places, combined=combined, reduced=advice)
 
 
 # ---- norms: several results; all tokens share the weights ---------------------------------------
 def _normalized(node: fx.Node) -> Places:
     source, *weights = (n for n in node.args[:1] + node.args[2:] if isinstance(n, fx.Node))
-    refused = "the weights of {} depend on tokens"
+    refused = ROWWISE("the weights of {} depend on tokens")
     rank = len(shape_of(source))
     kept = rank - len(argument(node, "normalized_shape"))
     of_source = [d if d < kept else _normalizes for d in range(rank)]
     return [(source, of_source), *((n, [refused] * len(shape_of(n))) for n in weights)]
 
 
-_normalizes = "{} normalizes over tokens"
+_normalizes = ROWWISE("{} normalizes over tokens")
 norm = Rule(_normalized, _normalizes)
 
 

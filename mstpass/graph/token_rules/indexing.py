@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mstpass.graph.advice import RESIZE_FEATURES, ROWWISE, SELECT_FIRST
 from mstpass.graph.joint import numel
 from mstpass.graph.linearity import is_zero
 from mstpass.graph.sizes import same_shape
@@ -64,7 +65,8 @@ def _indices(node: fx.Node) -> list[fx.Node]:
 def _layout(node: fx.Node) -> _Layout | Refusal:
     (source,), indices = nodes_at(node, 0), argument(node, "indices")
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in _indices(node)):
-        return Refusal(f"{node.target} selects by a mask: the size of its result depends on data")
+        reason = f"{node.target} selects by a mask: the size of its result depends on data"
+        return Refusal(SELECT_FIRST(reason))
     indexed = tuple(d for d, i in enumerate(indices) if isinstance(i, fx.Node))
     block = torch.broadcast_shapes(*(shape_of(i) for i in _indices(node)))
     kept = tuple(d for d in range(len(shape_of(source))) if d not in indexed)
@@ -77,12 +79,14 @@ def _read(node: fx.Node) -> Places | Refusal:
     layout, (source,) = _layout(node), nodes_at(node, 0)
     if isinstance(layout, Refusal):
         return layout
+    resizes = node.target is torch.ops.aten._unsafe_index.Tensor
+    advice = RESIZE_FEATURES if resizes else SELECT_FIRST
 
     def of_index(index: fx.Node) -> list[Place]:
         in_block = aligned(shape_of(index), layout.block)
         return [d + layout.start if isinstance(d, int) else d for d in in_block]
 
-    of_source: list[Place] = ["{} picks tokens"] * len(shape_of(source))
+    of_source: list[Place] = [advice("{} picks tokens")] * len(shape_of(source))
     for dim in layout.kept:
         of_source[dim] = layout.result_dim(dim)
     return [(source, of_source), *((n, of_index(n)) for n in _indices(node))]
@@ -92,8 +96,8 @@ read = Rule(_read)
 
 # ---- writing ------------------------------------------------------------------------------------
 _FEWER = 8  # a table that is summed up in chunks has fewer elements than all values by this factor
-_BY_TOKEN = "{} writes at indices that depend on the token"
-_AT_TOKENS = "{} writes at indices along a token dim"
+_BY_TOKEN = SELECT_FIRST("{} writes at indices that depend on the token")
+_AT_TOKENS = SELECT_FIRST("{} writes at indices along a token dim")
 
 
 def _put(node: fx.Node) -> Places | Refusal:
@@ -130,9 +134,9 @@ put = Rule(_put, _AT_TOKENS)
 def _embedding(node: fx.Node) -> Places:
     weight, ids = nodes_at(node, 0, 1)
     return [
-        (weight, ["the embedding table itself depends on tokens"] * 2),
+        (weight, [ROWWISE("the embedding table itself depends on tokens")] * 2),
         (ids, range(len(shape_of(ids)))),
     ]
 
 
-embedding = Rule(_embedding, "the tokens run along the features of an embedding")
+embedding = Rule(_embedding, ROWWISE("the tokens run along the features of an embedding"))

@@ -33,6 +33,7 @@ import math
 import torch
 from torch import fx
 
+from mstpass.graph.advice import ROWWISE, Reason
 from mstpass.graph.grouped_products import grouped_sums
 from mstpass.graph.token_rules import Place, Places, Rule
 from mstpass.graph.token_rules.arguments import nodes_at, shape_of
@@ -56,7 +57,7 @@ def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
 def _of_factors(node: fx.Node) -> Places:
     bias, left, right = bias_and_factors(node)
     *batch, rows, columns = range(len(shape_of(node)))
-    summed: Place = -1 if bias is None else "{} sums over the tokens and adds a bias"
+    summed: Place = -1 if bias is None else ROWWISE("{} sums over the tokens and adds a bias")
     of_bias = [] if bias is None else [(bias, aligned(shape_of(bias), shape_of(node)))]
     return [(left, [*batch, rows, summed]), (right, [*batch, summed, columns]), *of_bias]
 
@@ -72,7 +73,7 @@ def _of_experts(node: fx.Node) -> Places:
     return [(left, [0, -1]), (right, [_experts, -1, 1]), (positions, [0])]
 
 
-_experts = "each chunk needs the weights of all experts"
+_experts = Reason("each chunk needs the weights of all experts")
 grouped = Rule(_of_experts, _experts)
 
 
@@ -80,9 +81,10 @@ grouped = Rule(_of_experts, _experts)
 def _of_scaled(node: fx.Node) -> Places | Refusal:
     """A scale of the whole matrix has no tokens."""
     if not _by_row_or_tensor(node):
-        return Refusal("float8 scales of blocks: their layout does not follow the rows")
+        reason = "float8 scales of blocks: their layout does not follow the rows"
+        return Refusal(ROWWISE(reason))
     left, right, *scales = nodes_at(node, 0, 1, 2, 3)
-    summed = "sums float8 products over the tokens, with scales that all tokens decide"
+    summed = ROWWISE("sums float8 products over the tokens, with scales that all tokens decide")
     of_scales = [
         (n, [d if size != 1 else summed for d, size in enumerate(shape_of(n))]) for n in scales
     ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from mstpass.graph.advice import ROWWISE, SEPARATE_DIMS
 from mstpass.graph.token_rules import OperandSpecs, Place, Places, Rule
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, through_view
@@ -19,7 +20,7 @@ from mstpass.graph.tokens import Refusal, Spec, through_view
 def aligned(source: Sequence[int], target: Sequence[int]) -> list[Place]:
     """The places of dims that are broadcast, counted from the right."""
     first = len(target) - len(source)
-    broadcast = "an operand is broadcast over the token dims"
+    broadcast = SEPARATE_DIMS("an operand is broadcast over the token dims")
     return [d + first if size == target[d + first] else broadcast for d, size in enumerate(source)]
 
 
@@ -35,7 +36,7 @@ pointwise = Rule(_broadcast, free=True)  # and ``expand``
 item = Rule(_as_operand)
 created = Rule(_as_operand, free=True)  # by its shape, or by that of another value: ``full_like``
 # A chunk of token numbers is not the iota of a chunk.
-numbered = Rule(lambda node: [], "{} numbers its elements along a token dim")
+numbered = Rule(lambda node: [], ROWWISE("{} numbers its elements along a token dim"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class ThroughView:
 
     def backward(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         if self.drops_ones and len(spec) > 1:
-            return Refusal(f"{node.target} without dims would drop the token dims of a chunk")
+            reason = f"{node.target} without dims would drop the token dims of a chunk"
+            return Refusal(ROWWISE(reason))
         operand = node.all_input_nodes[0]
         source = through_view(shape_of(node), shape_of(operand), spec)
         return source if isinstance(source, Refusal) else {operand: source}

@@ -41,6 +41,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.advice import REPORT, SEPARATE_DIMS
 from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
 from mstpass.graph.chunk_form import check_chunk, chunk_call
@@ -90,7 +91,7 @@ def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.N
     try:
         return _Body(joint, loop, builder).build()
     except (UnknownSize, CannotRenew) as error:
-        raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
+        raise CannotTake(joint.by_name[loop.members[0]], REPORT(str(error))) from None
 
 
 def is_literal(node: fx.Node) -> bool:
@@ -132,7 +133,7 @@ class _Body:
             try:
                 built = self._part(node) if spec is None else self._chunk_of(node, spec)
             except RuntimeError as error:  # torch cannot tell whether two symbolic sizes are equal
-                raise CannotTake(node, f"its chunk cannot be computed: {error}") from error
+                raise CannotTake(node, REPORT(f"its chunk cannot be computed: {error}")) from error
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
@@ -208,7 +209,7 @@ class _Body:
     def _value(self, name: str) -> torch.Tensor:
         value = value_of(self.joint.by_name[name])
         if value is None:
-            reason = "a loop would read it, but it is not one tensor"
+            reason = SEPARATE_DIMS("a loop would read it, but it is not one tensor")
             raise CannotTake(self.joint.by_name[name], reason)
         return value
 
@@ -362,7 +363,8 @@ class _Body:
         built = self.builder.call(node.target, *args, **kwargs)
         shape, expected = list(built.meta["val"].shape), list(value.shape)
         if not same_shape(shape, expected):
-            raise CannotTake(node, f"its partial sum has shape {shape}, not {expected}")
+            reason = REPORT(f"its partial sum has shape {shape}, not {expected}")
+            raise CannotTake(node, reason)
         return built
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
