@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import pipeline
+from mstpass.bench import record
 from mstpass.bench.huggingface import TINY, architectures
-from mstpass.bench.long import problem_of
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.limit import Limit
 from mstpass.loops import candidate_modes
@@ -186,7 +186,11 @@ def test_every_layer_of_a_hugging_face_t5() -> None:
 def test_loops_over_heads_make_no_plan_slower() -> None:
     """Under every budget a step takes at most the time of that with loops over tokens alone."""
     size = LlamaSize(256, layers=5, heads=8, mlp_width=1024, vocabulary=4096, length=8192)
-    tokens, heads = problem_of(size, "tokens"), problem_of(size, "auto")
+    model, *batch = llama(size, torch.device("cpu"))
+    options = {"memory_budget": 0.0, "solver": "auto"}
+    tokens, heads = (
+        record.problem_of(model, *batch, chunk=chunk, **options) for chunk in ("tokens", "auto")
+    )
     highest, lowest = (
         simulate_plan(tokens, peak_search(tokens, budget)).lowered_peak_bytes
         for budget in (None, 0)

@@ -118,7 +118,7 @@ def test_less_room_is_never_faster(costs: Costs) -> None:
     assert rooms == sorted(rooms, reverse=True) and times == sorted(times)
 
 
-@pytest.mark.parametrize("name", ["mistral-8", "gpt2-12", "t5-6", "vit-12"])
+@pytest.mark.parametrize("name", ["gpt2-12", "t5-6", "vit-12"])
 def test_estimates_are_what_is_simulated(name: str) -> None:
     """Peaks are those of the rooms, and no step takes longer than its placement says."""
     plans = checkpoint_plans(problems.load(name))

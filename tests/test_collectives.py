@@ -256,7 +256,7 @@ def test_without_local_sums_it_is_three(head: JointGraph, monkeypatch: pytest.Mo
 
 def test_only_sums_that_the_ranks_add_up_are_rewritten(head: JointGraph) -> None:
     _, changed = local_sums(head)
-    assert len(changed) == 1
+    assert {name for name in changed if name.startswith("all_reduce")} == {"all_reduce_1"}
 
     def alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         logits = x @ w

@@ -185,8 +185,8 @@ def _of_one(module: Any, name: str, is_hit: Callable[..., bool]) -> Callable[...
     return lambda *args, **kwargs: (_fails if is_hit(*args) else real)(*args, **kwargs)
 
 
-def _is_mlp_anchor(joint: JointGraph, growth: Any, anchor: fx.Node, spec: Any) -> bool:
-    return anchor.meta["val"].shape[-1] == 96
+def _is_mlp_anchor(growth: Any) -> bool:
+    return growth.anchor.meta["val"].shape[-1] == 96
 
 
 PARTS = (

@@ -200,8 +200,8 @@ class _RowSums:
 
     def _of_view(self, node: fx.Node, weight: fx.Node | None) -> fx.Node:
         """The sums of a view that keeps the rows."""
-        (source,), shape = node.all_input_nodes, list(node.meta["val"].shape)
-        before = list(source.meta["val"].shape)
+        source: Any = node.args[0]
+        before, shape = list(source.meta["val"].shape), list(node.meta["val"].shape)
         if before[-1:] != shape[-1:] or any(map(symbols_of, (*before, *shape))):
             raise CannotTake(node, "does not keep the rows")
         if weight is not None:

@@ -14,7 +14,7 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.checkpoint_plans import checkpoint_plans
 from mstpass.partition.solvers.offload import offloaded_within
-from mstpass.partition.solvers.sequence import sequence
+from mstpass.partition.solvers.sequence import sequence, to_checkpoints
 from mstpass.problem.problem import CutProblem, pinned_bytes
 from mstpass.problem.saved_set import must_offload
 
@@ -51,6 +51,8 @@ def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
         yield from reversed(placed.some())
         for number in range(_HOSTS):
             yield from reversed(placed.by_host(int(placed.stops_bytes * _SMALLER**number)))
+        for form in placed.keeping:
+            yield from reversed(list(to_checkpoints(form)))
     yield from reversed(list(sequence(problem, limit_bytes)))
 
 

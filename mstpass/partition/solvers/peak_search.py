@@ -48,7 +48,8 @@ from mstpass.partition.solvers.sequence import sequence, to_checkpoints, with_ch
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
 
-_FEW_OPS = 1_500  # estimates of checkpoints miss most of these, and simulations take little time
+_FEW_OPS = 500  # a hundred simulations of so many take half a second
+_SOME_OPS = 1_500  # and of so many some take little time: estimates of checkpoints miss most there
 _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
 
 
@@ -79,10 +80,7 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
 def _firsts(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
     """The first plan of each sequence that is within the budget, and the fastest with values on the
     host, if there are any."""
-    every = [sequence(problem, budget_bytes)]
-    if placed := problem.cached(checkpoint_plans):
-        every += map(to_checkpoints, placed.keeping)
-    for plans in every:
+    for plans in _sequences(problem, budget_bytes):
         tried: list[Candidate] = []
         for candidate in plans:
             if candidate.lowered_within(budget_bytes):
@@ -91,6 +89,14 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
             tried.append(candidate)
         if _uses_host(problem):
             yield from _fastest(_with_offloading(tried, budget_bytes))
+
+
+def _sequences(
+    problem: CutProblem, budget_bytes: int | None = None
+) -> Iterator[Iterator[Candidate]]:
+    yield sequence(problem, budget_bytes)
+    if placed := problem.cached(checkpoint_plans):
+        yield from map(to_checkpoints, placed.keeping)
 
 
 def _checkpoints(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
@@ -118,8 +124,11 @@ def _least(problem: CutProblem) -> Candidate:
     plans += problem.cached(known_plans)
     if placed is not None:
         plans += filter(None, (placed.lowest(levels=0), placed.least))
-        if len(problem.values) + len(problem.backward) <= _FEW_OPS:
-            plans += map(with_checkpoints, placed.keeping)
+    number = len(problem.values) + len(problem.backward)
+    if number <= _FEW_OPS:
+        plans += (plan for one in _sequences(problem) for plan in one)
+    elif placed is not None and number <= _SOME_OPS:
+        plans += map(with_checkpoints, placed.keeping)
     lowest, *others = sorted(plans, key=lambda candidate: candidate.peak_bytes)
     for other in others:
         if other.simulation.is_lowered_below(_lowered(lowest)):
@@ -181,7 +190,7 @@ def _least_offloaded(problem: CutProblem, least: Candidate) -> MeasuredPlan:
 
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
-    every: list[Candidate] = list(sequence(problem))
+    every = [plan for one in _sequences(problem) for plan in one]
     if placed := problem.cached(checkpoint_plans):
         every += filter(None, (placed.least, *placed.by_host(_host_bytes(problem))[-1:]))
     found = filter(None, map(offloaded_for_least_memory, every))
