@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mstpass.bench import comparison
 from mstpass.bench.comparison import eager
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest, results, side_by_side
+from mstpass.bench.gpu import heads, llama, longest, results, side_by_side
 from mstpass.bench.gpu.device import NoDevice, time_in_turn
 from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.longest import GRAIN, TOLERANCE, Probe, best, next_length
@@ -277,7 +277,7 @@ def predicted(job):
     return outcome(MEASURED, lengths={"mst": 9000})
 
 
-# ---- loops, tests ------------------------------------------------------------------------------
+# ---- loops -------------------------------------------------------------------------------------
 def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later = tmp_path / "cache" / "costs.json"
     monkeypatch.setenv("MSTPASS_COSTS", str(later))
@@ -287,17 +287,3 @@ def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later.write_text('{"A100": {"chunk_us": 9}}')
     assert heads.store_for_later(tmp_path) == later
     assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}
-
-
-def test_files_that_test_on_a_device_are_found():
-    names = cuda_tests.cases(Settings(Path()))[0].rows
-    assert names[0].startswith("cuda/") and {"test_losses.py", "test_numerics_mlp.py"} <= set(names)
-    assert "test_options.py" not in names
-
-
-def test_reports_of_tests_are_counted():
-    text = """<testsuites><testsuite><testcase name="a" time="1.5"/>
-    <testcase name="b" time="1"><failure/></testcase><testcase name="c"><skipped/></testcase>
-    </testsuite></testsuites>"""
-    counts = {"passed": 1, "failed": 1, "skipped": 1, "names": ["b"], "seconds": 2.5}
-    assert cuda_tests.read_report(text) == counts

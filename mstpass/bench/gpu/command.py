@@ -1,8 +1,7 @@
-"""Measure mst and others on this machine's CUDA device: the CUDA tests, loops
-and what their chunks cost, LM heads at Llama-3 sizes, Llama-3-8B-shaped
-blocks under memory budgets, and the longest sequence that fits. No network
-is needed. Each finished row is kept at once; a second call goes on with what
-is missing.
+"""Measure mst and others on this machine's CUDA device: loops and what their
+chunks cost, LM heads at Llama-3 sizes, Llama-3-8B-shaped blocks under memory
+budgets, and the longest sequence that fits. No network is needed. Each
+finished row is kept at once; a second call goes on with what is missing.
 
 examples:
   mstpass bench gpu                         ten minutes; call it again to go on

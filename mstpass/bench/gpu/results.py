@@ -15,7 +15,7 @@ import torch
 
 from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest
+from mstpass.bench.gpu import heads, llama, longest
 from mstpass.bench.gpu.runner import PARTS
 from mstpass.bench.gpu.state import DRY, MEASURED, OUT_OF_TIME, SCHEMA, Outcome, State
 from mstpass.bench.processes import ROOT
@@ -56,8 +56,6 @@ def all_tables(data: Data) -> dict[str, list[Table]]:
 
 
 def _table(part: str, case: str, rows: Rows, header: Data) -> Table:
-    if part == cuda_tests.NAME:
-        return tests_table(case, rows)
     if part == longest.NAME:
         return longest_table(case, rows)
     if (part, case) == (heads.LOOPS, heads.CALIBRATION):
@@ -104,15 +102,6 @@ def costs_table(case: str, rows: Rows) -> Table:
     return Table(case, ("", "measured", "assumed before"), tuple(lines))
 
 
-def tests_table(case: str, rows: Rows) -> Table:
-    counts: Columns = {
-        key: lambda row, key=key: str(row.get(key, NONE))  # type: ignore[misc]
-        for key in ("passed", "failed", "skipped", "seconds")
-    }
-    text = lambda row: row["text"] or ("" if _is_measured(row) else row["status"])
-    return Table.of(case, rows, {"file": lambda row: row["row"], **counts, "": text})
-
-
 def longest_table(case: str, rows: Rows) -> Table:
     """The longest sequences, and beside them what was predicted."""
     lengths = next((r.get("lengths") or {} for r in rows if r["row"] == longest.PREDICTION), {})
@@ -137,8 +126,6 @@ def outcome_text(outcome: Outcome) -> str:
     if status not in (MEASURED, DRY):
         return status + (f": {outcome['text']}" if outcome["text"] else "")
     words = ["dry"] if status == DRY else []
-    if "passed" in outcome:
-        words.append(f"{outcome['passed']} passed in {outcome['seconds']:.0f} s")
     if outcome.get("length"):
         words.append(f"{tokens(outcome['length'])} tokens")
     if status == MEASURED:
@@ -225,7 +212,6 @@ _NOTHING = "Nothing has been measured on a GPU yet."
 _DRY = "**A dry run: nothing here is measured.** Steps were traced and planned without a GPU."
 _HEADING = "# On a GPU\n"
 _TITLES = {
-    "tests": "CUDA tests",
     "loops": "Loops",
     "heads": f"LM heads: d={heads.WIDTH}, V={heads.VOCABULARY}, bf16, forward and backward",
     "blocks": "Llama-3-8B-shaped blocks with head and loss, forward and backward",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mstpass.bench import processes
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest
+from mstpass.bench.gpu import heads, llama, longest
 from mstpass.bench.gpu.device import CudaDevice, Device, NoDevice
 from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.state import (
@@ -59,7 +59,6 @@ class Part:
 
 
 _ALL = (
-    Part(cuda_tests.NAME, "the CUDA tests", 2, cuda_tests.cases, cuda_tests.work),
     Part(heads.LOOPS, "loops and what their chunks cost", 2, heads.loop_cases, heads.loop_work),
     Part(heads.NAME, "LM heads at Llama-3 sizes", 3, heads.cases, heads.work),
     Part(llama.NAME, "Llama-3-8B-shaped blocks by budget", 3, llama.cases, llama.work),
