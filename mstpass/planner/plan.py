@@ -17,7 +17,7 @@ from typing import Any
 
 from mstpass.frame_stack import with_deep_stack
 from mstpass.graph.device_costs import links_of
-from mstpass.planner.background import Background
+from mstpass.planner.background import background
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_rows import eager_rows
 from mstpass.planner.models import build, config_of, most_positions, sizes_of
@@ -157,8 +157,7 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
         if processes > 1 and request.compares_eager:
-            background = Background(eager_rows, (room,), _COMPARES)
-            compared = stack.enter_context(background).result
+            compared = stack.enter_context(background(eager_rows, (room,), _COMPARES))
         if known is None:
             compiled = CompiledRows(room, config, report)
             known = compiled, compiled.mst_row()
