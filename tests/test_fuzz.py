@@ -16,7 +16,7 @@ from mstpass.cli import fuzz
 from mstpass.fuzz.campaign import Campaign
 from mstpass.fuzz.case import KINDS, SHIFTS, Case, Layer, draw, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
-from mstpass.fuzz.program import Program, References, Setup, wrong_values
+from mstpass.fuzz.program import Program, References, wrong_values
 from mstpass.fuzz.reduce import as_test, reduce, smaller_cases
 from mstpass.fuzz.render import source
 from mstpass.fuzz.templates import DOUBLED_LOSSES, PAIR_LOSSES, STACKED_LOSSES
@@ -217,9 +217,7 @@ def test_what_draws_is_held_to_inductor_alone_within_eager_modes_rounding() -> N
     alone = {"grad weight": torch.full((4,), 2.0)}
     references = References([eager], [true], [alone])
     for error, right in ((0.0, True), (5e-5, True), (7e-5, False)):
-        found = wrong_values(
-            [{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Setup()
-        )
+        found = wrong_values([{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Case())
         assert (not found) == right, found
 
 
@@ -229,7 +227,7 @@ def test_sums_in_sixteen_bits_may_round_at_each_chunk() -> None:
     ours = {name: value * 1.2 for name, value in eager.items()}
     for accumulate, is_wrong in (("float32", True), ("input", False)):
         options = {"chunk_tokens": 3, "accumulate": accumulate}
-        setup = Setup(length=150, dtype="bfloat16", options=options)  # 100 chunks
+        setup = Case(length=150, dtype="bfloat16", **options)  # 100 chunks
         wrong = wrong_values([ours], References([eager], [true]), setup)
         assert bool(wrong) == is_wrong
 

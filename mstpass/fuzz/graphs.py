@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, fx
 
 from mstpass import pipeline
-from mstpass.fuzz.case import VARIANTS
+from mstpass.fuzz.case import VARIANTS, Case
 from mstpass.fuzz.compiled import AsTraced, Recording, copied, draw_in_order
 from mstpass.fuzz.plans import Failure, broken_promises
-from mstpass.fuzz.program import Setup, rms
+from mstpass.fuzz.program import rms
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
 from mstpass.torch_internals.graphs import graph_module
@@ -38,7 +38,7 @@ _REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the genera
 _SEED = 5
 
 
-def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]]:
+def check_graphs(recording: Recording, setup: Case) -> tuple[int, list[Failure]]:
     """Run the rewritten graphs, and those of other options, which have their own promises.
 
     Returns:
@@ -58,7 +58,7 @@ def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]
             result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
         assert result.modules is not None, "the modules are known"
         plans[name] = result.modules
-        other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
+        other = dataclasses.replace(setup, **VARIANTS[name])
         for failure in broken_promises(result.outcome, other):
             wrong.append(Failure(failure.kind, f"{name}: {failure.text}"))
     ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
