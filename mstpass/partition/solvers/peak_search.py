@@ -120,11 +120,12 @@ def _least(problem: CutProblem) -> Candidate:
     """The plan of least memory, without values on the host; of peaks that count as equal the
     fastest."""
     placed = problem.cached(checkpoint_plans)
-    plans = [problem.cached(every_saving), problem.cached(least_memory_loops)]
-    plans += problem.cached(known_plans)
+    number = len(problem.values) + len(problem.backward)
+    plans = [problem.cached(least_memory_loops), *problem.cached(known_plans)]
+    if placed is None or number <= _SOME_OPS:
+        plans.append(problem.cached(every_saving))
     if placed is not None:
         plans += filter(None, (placed.lowest(levels=0), placed.least))
-    number = len(problem.values) + len(problem.backward)
     if number <= _FEW_OPS:
         plans += (plan for one in _sequences(problem) for plan in one)
     elif placed is not None and number <= _SOME_OPS:
