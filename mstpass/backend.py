@@ -31,14 +31,7 @@ import torch
 from torch import fx
 
 from mstpass.captured import Captured, PlannedFor, of_all_ranks, why_not_alike
-from mstpass.hook_checks import (
-    FUSION_HOOK,
-    SCHEDULE_HOOK,
-    check_calls,
-    switch_off,
-    torch_changed,
-    why_off,
-)
+from mstpass.hook_checks import FUSION_HOOK, SCHEDULE_HOOK, check_calls
 from mstpass.inductor_hooks import (
     DoesNotFitError,
     LowerLoops,
@@ -124,11 +117,7 @@ def _drop(gm: fx.GraphModule, options: Options) -> Drop:
 
 
 def _compile(graph: Captured) -> Callable[..., Any]:
-    """The compiled graph; by Inductor alone if mstpass fails, or is off."""
-    off = why_off()
-    if off is not None and not graph.options.strict:
-        store.keep(Report(failed(off)))
-        return by_inductor_alone(graph.module, graph.inputs, graph.users)
+    """The compiled graph; by Inductor alone if mstpass fails."""
     try:
         return _planned(graph)
     except (RestartAnalysis, OptionError):
@@ -138,12 +127,8 @@ def _compile(graph: Captured) -> Callable[..., Any]:
             raise
         # If Inductor cannot compile the graph either, its own error says why.
         untouched = by_inductor_alone(graph.module, graph.inputs, graph.users)
-        changed = torch_changed()
-        if changed is None:
-            warn_of(error)
-        else:
-            switch_off(changed)
-        store.keep(Report(failed(changed or error)))
+        warn_of(error)
+        store.keep(Report(failed(error)))
         return untouched
 
 

@@ -92,14 +92,14 @@ def of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
     """
     if not _has_backward(example_inputs):
         return available_bytes
-    agreed = least_of_ranks(available_bytes)
-    if agreed.alone:
+    agreed_bytes, alone = least_of_ranks(available_bytes)
+    if alone:
         warnings.warn(
-            f"mstpass: {agreed.alone}, so memory_budget='auto' counts the memory of one rank "
+            f"mstpass: {alone}, so memory_budget='auto' counts the memory of one rank "
             "alone. Where ranks run different programs, give each a memory_budget in bytes",
             stacklevel=2,
         )
-    return agreed.number
+    return agreed_bytes
 
 
 def _has_backward(inputs: Sequence[Any]) -> bool:

@@ -44,13 +44,6 @@ _TAKES_OPAQUE_NODES = (  # from 2.12 on
     "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
 )
 _budget_of = find_or_none("torch.fx.traceback._get_memory_budget_annotation")  # from 2.13 on
-DOUBLE_BACKWARD = (
-    "torch.compile with aot_autograd does not currently support double backward: this is the "
-    "gradient of a gradient that torch.autograd.grad or backward took, with create_graph=True, "
-    "through a compiled function. Take the inner gradient with torch.func.grad inside of the "
-    "compiled function, as in torch.func.grad(lambda x: model(x).sum())(x), or do not compile the "
-    "function that is differentiated twice"
-)
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -242,10 +235,8 @@ def backwards_may_keep_graphs() -> Iterator[CompiledFunctions]:
     Inductor plans to overwrite donated buffers, and torch refuses to run such a backward while its
     graph is kept (``retain_graph=True``), though Inductor alone, which compiles the backward at its
     first call, would have donated nothing. A backward of ours whose graph is kept gets copies of
-    the donated buffers and overwrites these. A gradient that was taken with ``create_graph=True``
-    cannot be differentiated again: torch compiles no double backward. Its error says so, and here
-    also what to do instead. Dynamo, which compiles whatever a step calls between two graphs, is
-    kept from what is added.
+    the donated buffers and overwrites these. Dynamo, which compiles whatever a step calls between
+    two graphs, is kept from what is added.
 
     Yields:
         The functions, once they are compiled.
@@ -270,7 +261,7 @@ def _patch_once() -> None:
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
         function = getattr(compiled_fn, "__self__", None)
         functions = _here.get()
-        if functions is not None and hasattr(function, "_double_backward"):
+        if functions is not None and hasattr(function, "_backward_impl"):
             _extend(function, functions)
         return original(self, compiled_fn, *args, **kwargs)
 
@@ -280,7 +271,6 @@ def _patch_once() -> None:
 def _extend(function: Any, functions: CompiledFunctions) -> None:
     """Extend the autograd function of a compiled graph."""
     functions.add(function)
-    function._double_backward = staticmethod(_explained(function._double_backward))
     donated = function.metadata.bw_donated_idxs
     if donated and function.compiled_bw is not None:  # else torch itself donates nothing
         function.metadata.bw_donated_idxs = _CopiedWhereKept(donated)
@@ -322,25 +312,6 @@ def _copy(value: Any) -> Any:
         return copied
     storage = value.untyped_storage().clone()
     return value.new_empty(0).set_(storage, value.storage_offset(), value.size(), value.stride())
-
-
-def _explained(double_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward with a graph of its own, whose error says what to do."""
-
-    @torch.compiler.disable
-    def explained(*args: Any) -> Any:
-        gradients = double_backward(*args)
-        made = gradients if isinstance(gradients, tuple) else (gradients,)
-        nodes = [g.grad_fn for g in made if isinstance(g, Tensor) and g.grad_fn is not None]
-        if nodes:
-            nodes[0].register_prehook(_refuse)
-        return gradients
-
-    return explained
-
-
-def _refuse(_: Any) -> None:
-    raise RuntimeError(DOUBLE_BACKWARD)
 
 
 # ---- compiled autograd -------------------------------------------------------------------------
