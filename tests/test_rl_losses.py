@@ -78,7 +78,8 @@ LEAST = [*INSIDE, *(f"{name} outside" for name in OUTSIDE)]
 def test_many_tokens_run_in_chunks_by_themselves(name: str, budget: float | None) -> None:
     """In the plan that costs nothing, and at the least memory; with no length of chunks given."""
     kind, _, outside = name.partition(" ")
-    inputs = batch(rows=16, length=1025, vocabulary=32000)
+    rows, length = (16, 1025) if budget is None else (8, 513)  # more take long to plan
+    inputs = batch(rows, length, vocabulary=32000)
     step = OUTSIDE[kind][0] if outside else INSIDE[kind]
     report = mstpass.explain(
         step_of(step)(TinyLM(32000, 64)),
