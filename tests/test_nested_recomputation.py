@@ -118,7 +118,7 @@ def test_the_graphs_have_the_simulated_peak(blocks: int) -> None:
 
 
 def test_a_lower_budget_never_has_a_higher_peak() -> None:
-    stream = residual_stream(blocks=36, inner=4)
+    stream = residual_stream(blocks=24, inner=4)
     timed = tuple(dataclasses.replace(value, us=1.0) for value in stream.values)
     problem = dataclasses.replace(stream, values=timed, recompute_heavy=False)
     free, least = (simulate_plan(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))

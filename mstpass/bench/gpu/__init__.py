@@ -7,6 +7,4 @@ Markdown and the README's table.
 
 from __future__ import annotations
 
-from mstpass.bench.gpu.command import main
-
-__all__ = ["main"]
+from mstpass.bench.gpu.command import main as main
