@@ -14,14 +14,16 @@ from mstpass.planner.training import Fixed, Sizes, Training
 
 OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
 EXPANDABLE, CACHING = "expandable", "caching"
-ALLOCATORS = (EXPANDABLE, CACHING)
 BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
 GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
-# of the eager rows, explained in eager_recipes
-LOGITS, OUTPUTS = ("model", "fp32", "chunked"), ("held", "dropped")
-MLP_TILES = ("kept", "again")
+CHOICES = {  # of attributes of `Request`; those of the eager rows are explained in eager_rows
+    "allocator": (EXPANDABLE, CACHING),
+    "logits": ("model", "fp32", "chunked"),
+    "outputs": ("held", "dropped"),
+    "mlp_tiles": ("kept", "again"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +36,11 @@ class Request:
         overhead_bytes: part of the device's memory that tensors cannot use.
         length: sequence length in tokens, on all ranks that share it; None: find the longest that
             fits.
-        logits: one of ``LOGITS``: how the eager rows compute their loss.
-        outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
+        logits: how the eager rows compute their loss.
+        outputs: whether the training loop of the eager rows holds the model's
             outputs until the backward is over.
-        mlp_tiles: one of ``MLP_TILES``: what the MST recipe's backward holds of an MLP.
-        allocator: one of ``ALLOCATORS``.
+        mlp_tiles: what the MST recipe's backward holds of an MLP.
+        allocator: of PyTorch, whose gaps count under ``CACHING``.
         alone: plan mst's row only, without rows to compare with.
         host_bytes: pinned host memory in which saved values of mst's row may wait, and inputs of
             layers that eager rows checkpoint.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import os
 import platform
 import re
@@ -162,20 +161,9 @@ class Device:
         """The most bytes of tensors while a step runs, beyond those at its start."""
         raise NotImplementedError
 
-    def highest_bytes(self, step: Step) -> int:
-        """The most bytes of tensors while a step runs, all that is allocated included."""
-        raise NotImplementedError
-
     def seconds(self, step: Step) -> float:
         """The time of one step."""
         raise NotImplementedError
-
-    def limit_memory(self, size: int) -> None:
-        """Let this process allocate no more than ``size`` bytes."""
-
-    def free(self) -> None:
-        """Give back what is not needed any more."""
-        gc.collect()
 
     def clocks(self) -> str:
         """The clocks of the device at this moment."""
@@ -191,12 +179,6 @@ class CudaDevice(Device):
     def peak_bytes(self, step: Step) -> int:
         return peak_bytes(step, self.torch_device)
 
-    def highest_bytes(self, step: Step) -> int:
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
-
     def seconds(self, step: Step) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -205,14 +187,6 @@ class CudaDevice(Device):
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-
-    def limit_memory(self, size: int) -> None:
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
-
-    def free(self) -> None:
-        super().free()
-        torch.cuda.empty_cache()
 
     def clocks(self) -> str:
         return clocks()

@@ -1,4 +1,4 @@
-"""A job: what a process of its own measures, which is one row, or one probe on the way to it."""
+"""A job: the row that a process of its own measures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ class Job:
 
     Attributes:
         known: the outcomes of the case's other rows.
-        probe: what is tried on the way to the row's outcome, such as a length; empty for the row
-            itself.
     """
 
     settings: Settings
@@ -25,7 +23,6 @@ class Job:
     row: str
     device: Device
     known: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
-    probe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def outcome(status: str, text: str = "", **figures: Any) -> Outcome:

@@ -21,6 +21,7 @@ from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED, Case, Outcome
 from mstpass.bench.models import Step, Work
 from mstpass.bench.results import Row, write_plan
+from mstpass.errors import MissingPackageError
 from mstpass.torch_internals.caches import fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
@@ -48,6 +49,8 @@ def measure(job: Job, build: Build, ways: Sequence[Contender]) -> Outcome:
         if way.from_peaks is not None:
             way = way.from_peaks(dict(_peaks(job.known)))
         return _measured(job, build, ways[0], way) if job.device.runs else _planned(job, build, way)
+    except MissingPackageError as error:
+        return outcome(SKIPPED, str(error))
     except Exception as error:
         if is_out_of_memory(error):
             return outcome(OUT_OF_MEMORY)
