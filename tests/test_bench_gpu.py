@@ -16,7 +16,6 @@ import torch
 
 from mstpass.bench import processes
 from mstpass.bench.gpu import command, device, heads
-from mstpass.bench.gpu.job import outcome
 from mstpass.bench.gpu.runner import PARTS, Part, Runner, in_process
 from mstpass.bench.gpu.state import (
     DRY,
@@ -29,6 +28,7 @@ from mstpass.bench.gpu.state import (
     OtherState,
     Settings,
     State,
+    outcome,
 )
 from mstpass.bench.processes import ProcessFailed
 from mstpass.cli.main import main

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from mstpass.bench import comparison
 from mstpass.bench.comparison import eager
 from mstpass.bench.gpu import heads, llama, results, side_by_side
 from mstpass.bench.gpu.device import NoDevice, time_in_turn
-from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.runner import PARTS, Runner
 from mstpass.bench.gpu.state import (
     DRY,
@@ -23,6 +21,7 @@ from mstpass.bench.gpu.state import (
     OUT_OF_MEMORY,
     SKIPPED,
     Case,
+    Job,
     Settings,
     State,
 )
@@ -85,21 +84,6 @@ def test_rows_whose_first_way_did_not_run_have_no_ratio():
     known = {"Inductor": {"status": OUT_OF_MEMORY, "text": ""}}
     found = outcomes([base(), eager()], known=known, wanted=("eager",))
     assert found["eager"]["status"] == MEASURED and found["eager"]["ratio"] is None
-
-
-def test_a_way_made_from_earlier_peaks():
-    seen = []
-
-    def from_peaks(peaks):
-        seen.append(dict(peaks))
-        return eager("bytes")
-
-    way = dataclasses.replace(eager("bytes"), from_peaks=from_peaks)
-    found = outcomes([base(), eager(), way])
-    assert found["bytes"]["status"] == MEASURED
-    assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)]
-    with pytest.raises(RuntimeError, match="needs the peaks"):
-        llama._half_way({})
 
 
 def test_out_of_memory_behind_other_errors():

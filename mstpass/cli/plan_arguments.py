@@ -43,7 +43,7 @@ def parser_of_plan() -> argparse.ArgumentParser:
     _add_training(_Options(parser.add_argument_group("training")))
     _add_adapters(_Options(parser.add_argument_group("adapters")))
     _add_ranks(_Options(parser.add_argument_group("several GPUs")))
-    _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
+    _add_comparison(parser.add_argument_group("host memory, and the rows to compare with"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     text = f"draw the longest sequence against the memory of the device ({_PICTURES})"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
@@ -172,11 +172,6 @@ def _add_ranks(add: _Options) -> None:
 
 def _add_comparison(group: Any) -> None:
     add = _Options(group)
-    add(
-        "allocator",
-        "expandable: PyTorch's allocator with expandable_segments:True, which leaves no gaps; "
-        "caching: its default, with simulated gaps (default: %(default)s)",
-    )
     add(
         "logits",
         "of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "

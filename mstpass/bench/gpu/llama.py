@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mstpass.bench.comparison import Contender, eager, inductor, mst
-from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
-from mstpass.bench.gpu.state import Case, Outcome, Settings
+from mstpass.bench.gpu.state import Case, Job, Outcome, Settings
 from mstpass.bench.models import LlamaSize, Work
 from mstpass.planner.models import build, config_of
 from mstpass.planner.training import Training
@@ -76,8 +74,6 @@ class LossAlone(nn.Module):
 # ---- the part ------------------------------------------------------------------------------------
 NAME = "blocks"
 TOKENS, QUICK_TOKENS = 16_384, 1024
-_LEAST, _FREE = "mst, memory_budget=0.0", "mst, memory_budget=1.0 (free)"
-_BYTES = "mst, memory_budget in bytes"  # half-way between the peaks of the two
 _LIMIT_S = 180.0
 
 
@@ -104,17 +100,10 @@ def ways() -> list[Contender]:
     return [
         inductor(),
         mst("mst"),
-        mst(_LEAST, memory_budget=0.0),
-        mst(_FREE, memory_budget=1.0),
+        mst("mst, memory_budget=0.0", memory_budget=0.0),
+        mst("mst, memory_budget=1.0 (free)", memory_budget=1.0),
         mst("mst, memory_budget=0.5", memory_budget=0.5),
-        dataclasses.replace(mst(_BYTES), from_peaks=_half_way),
         mst("mst, memory_budget=0.25", memory_budget=0.25),
         mst("mst, memory_budget=0.75", memory_budget=0.75),
         eager(),
     ]
-
-
-def _half_way(peaks: Mapping[str, int]) -> Contender:
-    if not {_LEAST, _FREE} <= peaks.keys():
-        raise RuntimeError(f"needs the peaks of {_LEAST!r} and {_FREE!r}")
-    return mst(_BYTES, memory_budget=(peaks[_LEAST] + peaks[_FREE]) // 2)

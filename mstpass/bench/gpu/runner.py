@@ -17,16 +17,17 @@ from typing import Any
 
 from mstpass.bench import processes
 from mstpass.bench.gpu import heads, llama
-from mstpass.bench.gpu.device import CudaDevice, Device, NoDevice
-from mstpass.bench.gpu.job import Job, outcome
+from mstpass.bench.gpu.device import Device, NoDevice
 from mstpass.bench.gpu.state import (
     FAILED,
     OUT_OF_TIME,
     TOO_LONG,
     Case,
+    Job,
     Outcome,
     Settings,
     State,
+    outcome,
 )
 from mstpass.bench.processes import ProcessFailed, TimedOut
 
@@ -79,7 +80,7 @@ def attempt(
     settings: Given, case: Given, device: Device | None = None, **more: Any
 ) -> Mapping[str, Any]:
     """The outcome of a row; this runs in the new process."""
-    device = device or (NoDevice() if settings["dry"] else CudaDevice())
+    device = device or (NoDevice() if settings["dry"] else Device())
     chosen = Settings(**{**settings, "out": Path(settings["out"])})
     own = Case(**{**case, "rows": tuple(case["rows"])})
     return PARTS[own.part].work(Job(chosen, own, device=device, **more))

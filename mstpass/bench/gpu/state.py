@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mstpass.bench.gpu.device import Device
 from mstpass.errors import UserError
 
 # the status of a row
@@ -67,6 +68,26 @@ class Case:
     def __post_init__(self) -> None:
         if not self.rows or len(set(self.rows)) != len(self.rows):
             raise ValueError(f"the rows of a case need different names: {self.rows}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be measured.
+
+    Attributes:
+        known: the outcomes of the case's other rows.
+    """
+
+    settings: Settings
+    case: Case
+    row: str
+    device: Device
+    known: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
+
+
+def outcome(status: str, text: str = "", **figures: Any) -> Outcome:
+    """The outcome of a row."""
+    return {"status": status, "text": text, **figures}
 
 
 def is_final(outcome: Outcome | None) -> bool:
