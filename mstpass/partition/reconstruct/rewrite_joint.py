@@ -36,6 +36,7 @@ from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.rules import CAST, RULES, Inverse, aten, dtype_of, shape_of
+from mstpass.plans import Reconstructed
 from mstpass.walk import needed_first, walk_once
 
 NARROW, BITS = "narrow", "bits"
@@ -142,11 +143,13 @@ class Rewritten:
     Attributes:
         saved: names of its nodes to save.
         read: the new nodes that backward reads in the place of others, by the names of these.
+        done: what was done to which value, for the report.
     """
 
     joint: JointGraph
     saved: frozenset[str]
     read: Mapping[str, str]
+    done: tuple[Reconstructed, ...] = ()
 
 
 def rewrite(
