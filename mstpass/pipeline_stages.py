@@ -299,13 +299,14 @@ def split(
     problem, plan = with_node_names(with_modes(planned.problem, planned.plan.modes), planned.plan)
     done = with_reconstruction(rewritten, problem, plan, options, planned.limit, runner)
     if done is not None:
-        rewritten, problem, plan = done.joint, done.problem, done.plan
+        problem, plan, written = done
+        rewritten = written.joint
     program = planned.program_of(StepSimulation.of(problem, plan))
     modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
         runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
-        save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
+        save_plan = dataclasses.replace(save_plan, reconstructed=written.done)
     as_copies(modules)
     return Split(modules, _named(save_plan, planned.joint))
 

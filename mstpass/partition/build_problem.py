@@ -195,7 +195,7 @@ def host_memory(joint: JointGraph, options: Options) -> Host | None:
     budget_bytes = options.host_budget
     device = _gpu_of(joint)
     if device is not None:
-        bytes_per_us = device_costs.host_bytes_per_us(device)
+        bytes_per_us = device_costs.kind_of_gpu(device).host_bytes_per_us
         return Host(budget_bytes, bytes_per_us, bytes_per_us)
     if budget_bytes and joint.backward:
         raise NoDeviceError(
