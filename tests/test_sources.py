@@ -69,8 +69,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/solvers/checkpoint_table.py": dict.fromkeys(
         ["CheckpointTable._nested", "CheckpointTable._solve_nested"], "levels of nested stops"
     ),
-    "partition/solvers/free_bounds.py": dict.fromkeys(["_Search.accept"], "halves"),
-    "partition/solvers/spend_slack.py": dict.fromkeys(["_Search.accept"], "halves"),
+    "partition/solvers/candidate.py": dict.fromkeys(["by_halves"], "halves"),
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
     "planner/deepen.py": dict.fromkeys(["renamed"], "nested fields"),
