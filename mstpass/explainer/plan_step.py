@@ -23,13 +23,11 @@ from mstpass.explainer.errors import (
     ExplainError,
     callees_note,
     error_message,
-    graph_break_fix,
     graph_break_note,
     no_backward_message,
     stopped_note,
 )
 from mstpass.frame_stack import with_deep_stack
-from mstpass.graph.advice import is_output
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
@@ -42,7 +40,6 @@ from mstpass.report.graph_ends import rnn_left_out
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import traces_backward_again
-from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.torch_internals.settings import no_collection_after_tracing
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
@@ -154,7 +151,7 @@ def explain_parts(
             trace_each_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
         )
     reports = [
-        report if graph_break is None else _with_graph_break(report, graph_break)
+        report if graph_break is None else _with_note(report, graph_break_note(graph_break))
         for report, graph_break in traced.parts
     ]
     if left_out := rnn_left_out(modules_near(fn, (*args, *kwargs.values()))):
@@ -164,15 +161,6 @@ def explain_parts(
     if traced.stopped_by is not None:
         reports[-1] = _with_note(reports[-1], stopped_note(traced.stopped_by))
     return reports
-
-
-def _with_graph_break(report: Report, reason: GraphCompileReason) -> Report:
-    """The report of a graph that ends at a break: the break explains why it has large outputs."""
-    rejections = tuple(
-        dataclasses.replace(r, fix=graph_break_fix(reason)) if is_output(r.reason) else r
-        for r in report.rejections
-    )
-    return _with_note(report.with_outcome(rejections=rejections), graph_break_note(reason))
 
 
 def _with_note(report: Report, note: str) -> Report:

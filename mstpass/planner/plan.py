@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mstpass.frame_stack import with_deep_stack
-from mstpass.graph.device_costs import links_of
+from mstpass.graph.device_costs import kind_of_gpu
 from mstpass.planner.background import background
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_rows import eager_rows
@@ -169,7 +169,7 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         rows = tuple(_whole(row, request.training.sequence_ranks) for row in (*rows, own))
         assumed = tuple(notes(request, config, rows[-1], compiled.square_bytes))
         time = step_time(own.us, own.exchange_us, sizes, request.training)
-        more = time, links_of(DEVICE), splits, combinations
+        more = time, kind_of_gpu(DEVICE).links, splits, combinations
         return TrainingPlan(request, sizes, room.fixed, rows, assumed, *more)
 
 

@@ -15,16 +15,6 @@ import torch
 
 from mstpass.torch_internals.versions import find
 
-LOST = {
-    "loops": "every step compiles as under Inductor",
-    "schedule": "budgets are held to simulated peaks, and the order of kernels is not checked",
-    "linter": "no step is linted",
-    "traces": "the explainer, the planner and the linter trace no step of FSDP2",
-    "speed": "a step that is explained for another device than its own is traced in more time",
-    "sequences": "no sequence is shared by ranks",
-    "plans": "no sequence that ranks share is planned",
-    "gpu": "no step is planned or compiled for a GPU that is not there",
-}
 # Of each probe its name, the file of this package that it is for, what is lost where it fails, what
 # that part is for, and where in torch the APIs are: a module or class, with what is needed of it.
 _TABLE = Path(__file__).with_name("probes.txt").read_text()
@@ -43,7 +33,7 @@ class Probe:
 
     Attributes:
         adapter: the file of mstpass/torch_internals, without ``.py``.
-        lost: what mstpass does without it; a key of ``LOST``.
+        lost: what mstpass lacks without it.
         purpose: what the part is for.
         apis: as versions.py describes them.
     """
