@@ -7,7 +7,7 @@ where it is written.
 
 A partitioner that saves an input and recomputes from it in the backward reads the new value there.
 So everything but the write reads the old value through ``BEFORE_WRITE``
-(normalize/inputs_before_writes.py). That op is pinned: backward cannot repeat it.
+(normalize/plain_values.py). That op is pinned: backward cannot repeat it.
 
 ``unproven_write`` names the first write that has another form. torch's own partitioner splits its
 graph:
