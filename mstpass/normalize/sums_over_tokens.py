@@ -74,6 +74,7 @@ from mstpass.torch_internals.graphs import schema_of
 aten = torch.ops.aten
 prims = torch.ops.prims
 _MEANS = (aten.mean.default, aten.mean.dim)
+_VARIANCES = (aten.var.correction, aten.var_mean.correction)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -83,21 +84,7 @@ def means_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such mean.
     """
-    return rewritten(joint, _means_over_tokens(joint), _replace_by_sum)
-
-
-def _means_over_tokens(joint: JointGraph) -> Iterator[fx.Node]:
-    """The means of wide values downstream of an anchor over all tokens, perhaps also other dims."""
-    known = joint.cached(downstream)
-    for node in joint.nodes:
-        if node.target not in _MEANS or node in known:
-            continue
-        (source,) = node.all_input_nodes
-        if source in known:
-            spec, anchor = known[source]
-            over_all_tokens = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
-            if over_all_tokens and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
-                yield node
+    return rewritten(joint, _over_tokens(joint, _MEANS), _replace_by_sum)
 
 
 def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
@@ -122,21 +109,20 @@ def variances_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such variance.
     """
-    found = (node for node in joint.nodes if _is_over_tokens(joint, node))
-    return rewritten(joint, found, _replace)
+    return rewritten(joint, _over_tokens(joint, _VARIANCES), _replace)
 
 
-def _is_over_tokens(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node is the variance of a wide value over all tokens, perhaps with its mean."""
-    if node.target not in (aten.var.correction, aten.var_mean.correction):
-        return False
-    (source,) = node.all_input_nodes
+def _over_tokens(joint: JointGraph, targets: tuple[Any, ...]) -> Iterator[fx.Node]:
+    """The reductions of wide values downstream of an anchor over all tokens, perhaps also other
+    dims."""
     known = joint.cached(downstream)
-    if source not in known:
-        return False
-    spec, anchor = known[source]
-    dims = reduced_dims(node, source.meta["val"].dim())
-    return set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor))
+    for node in joint.nodes:
+        source = node.all_input_nodes[0] if node.target in targets else None
+        if source in known:
+            spec, anchor = known[source]
+            dims = reduced_dims(node, source.meta["val"].dim())
+            if set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
+                yield node
 
 
 def _replace(rewriting: Rewriting, node: fx.Node) -> fx.Node | None:
