@@ -23,7 +23,7 @@ from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
 from mstpass.loops.apply_plans import CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.mode_costs import copied_nodes, region_modes
+from mstpass.loops.mode_costs import region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.convolutions_as_products import LeftOut, convolutions_in_vain
@@ -201,8 +201,7 @@ def _problem(
         try:
             modes = region_modes(joint, candidates)
             repeats = options.repeats_collectives
-            copies = copied_nodes(joint, candidates)
-            problem = cut_problem(joint, modes, not limit.is_free, host, repeats, copies)
+            problem = cut_problem(joint, modes, not limit.is_free, host, repeats)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:
@@ -299,13 +298,14 @@ def split(
     problem, plan = with_node_names(with_modes(planned.problem, planned.plan.modes), planned.plan)
     done = with_reconstruction(rewritten, problem, plan, options, planned.limit, runner)
     if done is not None:
-        rewritten, problem, plan = done.joint, done.problem, done.plan
+        problem, plan, written = done
+        rewritten = written.joint
     program = planned.program_of(StepSimulation.of(problem, plan))
     modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
         runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
-        save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
+        save_plan = dataclasses.replace(save_plan, reconstructed=written.done)
     as_copies(modules)
     return Split(modules, _named(save_plan, planned.joint))
 

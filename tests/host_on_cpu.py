@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, library
 
+from mstpass import gpus
 from mstpass.graph import device_costs, host_copies
 from mstpass.partition import build_problem
 from mstpass.torch_internals import host_copy_ops
@@ -107,6 +108,7 @@ def host_on_cpu(bytes_per_us: float = 1e4, least_bytes: int = 1) -> Iterator[Cop
         patch(host_copy_ops, "COPY_ROWS", ops.copy_rows.default)
         patch(host_copies, "DEVICE_TYPE", "cpu")
         patch(build_problem, "LEAST_OFFLOADED_BYTES", least_bytes)
-        patch(device_costs, "host_bytes_per_us", lambda device: bytes_per_us)
+        kind = dataclasses.replace(gpus.gpu(gpus.DEFAULT), host_bytes_per_us=bytes_per_us)
+        patch(device_costs, "kind_of_gpu", lambda device: kind)
         yield _made
         assert not _made.pending, "copies that nothing has waited for"

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.partition.reconstruct.rewrite_joint import decode, encode, encoding_of, low_dtype
 from mstpass.partition.reconstruct.rules import (
     EXACT,
@@ -16,7 +17,6 @@ from mstpass.partition.reconstruct.rules import (
     RULES,
     TOLERANT,
     Inverse,
-    Writer,
     inverses_of,
 )
 
@@ -49,8 +49,8 @@ def undone(
     wanted = by_name[inverse.target]
     output = graph.output_node()
     with graph.inserting_before(output):
-        writer = Writer(graph, graph.nodes)
-        back = RULES[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
+        builder = Builder(graph, fake_mode_of(graph.nodes))
+        back = RULES[rule].write(builder, by_name[inverse.op], wanted, lambda node: node)
     assert set(back.all_input_nodes) <= set(graph.nodes)
     output.args = ((wanted, back),)
     module.recompile()
@@ -233,9 +233,9 @@ def _encoded(fn: Fn, *inputs: torch.Tensor) -> tuple[str, torch.Tensor, torch.Te
     (value,) = output.all_input_nodes
     name = encoding_of(value)
     with module.graph.inserting_before(output):
-        writer = Writer(module.graph, module.graph.nodes)
-        packed = encode(writer, value, value, name)
-        output.args = ((value, packed, decode(writer, value, packed, name)),)
+        builder = Builder(module.graph, fake_mode_of(module.graph.nodes))
+        packed = encode(builder, value, value, name)
+        output.args = ((value, packed, decode(builder, value, packed, name)),)
     module.recompile()
     return name, *module(*inputs)
 

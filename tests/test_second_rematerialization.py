@@ -63,10 +63,10 @@ def test_copies_that_lower_nothing_are_not_made() -> None:
     size = LlamaSize(32, 1, 2, 64, 2048, 128)
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
-    ops = step_ops(*(module.graph for module in result.modules))
-    memory = StepMemory(ops.forward.simulated(), ops.backward.simulated())
-    repeated = repeated_values(memory, ops.backward, {op.name for op in ops.backward.ops})
-    assert repeated.backward is ops.backward and repeated.memory is memory
+    forward, backward, _ = step_ops(*(module.graph for module in result.modules))
+    memory = StepMemory(forward.simulated(), backward.simulated())
+    repeated = repeated_values(memory, backward, {op.name for op in backward.ops})
+    assert repeated.backward is backward and repeated.memory is memory
 
 
 @pytest.mark.full

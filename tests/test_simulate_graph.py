@@ -123,19 +123,6 @@ def test_a_view_of_a_product_is_read_behind_it_however_many_views_there_are() ->
     assert round(_peak(fn, X)) == 2, "the logits, and the exponentials as above"
 
 
-def test_kernels_that_run_as_one_run_where_the_first_of_them_does() -> None:
-    """The scores and what reads them behind another product, which is then computed first."""
-
-    def fn(x: Tensor, mask: Tensor) -> list[Tensor]:
-        logits = x @ x
-        exp = (logits - logits.amax(-1, True)).exp()
-        scores = exp / exp.sum(-1, True)
-        masked = (scores * mask) @ x
-        return [masked, (scores * (x.t() @ x)).sum(-1)]
-
-    assert round(_peak(fn, X, X.clone())) == 3, "both products, and the masked scores"
-
-
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
     assert _peak(lambda x: (x @ x).t().contiguous() @ x, X) == 2
     assert _peak(lambda x: [(x @ x).t().contiguous()], X) == 2
@@ -199,15 +186,6 @@ def test_reads_are_counted_once_for_each_place() -> None:
 
     assert peak(lambda part, weight: part) < 0.2
     assert peak(lambda part, weight: part * weight) > 0.9, "five reads: it is written to memory"
-
-
-def test_what_is_repeated_along_a_dim_is_read_at_one_place_of_it() -> None:
-    def sums(x: Tensor, weight_N1: Tensor) -> list[Tensor]:
-        for _ in range(2):
-            x = x[:, :-1] * weight_N1 + x[:, 1:] * weight_N1
-        return [x.sum(-1), x.flip(1).sum(-1)]
-
-    assert _peak(sums, X, torch.randn(64, 1)) < 0.2
 
 
 def test_a_reduction_on_the_cpu_has_a_buffer() -> None:

@@ -8,7 +8,6 @@ attention.py                  what attention's operands and results hold: heads,
 heads.py, axes.py             dims of heads; the axes along which loops cut values
 sizes.py                      symbolic sizes
 products.py, attention_work.py, loop_work.py, traffic.py    products, attention, loops and traffic
-convolution_work.py           a convolution as a product of its size
 node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user

@@ -21,7 +21,7 @@ import platform
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -47,11 +47,8 @@ class Costs(Protocol):
         tolerable: the limit of a loop's products, relative to those in one piece.
     """
 
-    @property
-    def grain(self) -> int: ...
-
-    @property
-    def tolerable(self) -> float: ...
+    grain: ClassVar[int]
+    tolerable: ClassVar[float]
 
     def rate(self, dtype: torch.dtype) -> float:
         """Operations per microsecond of large products."""
@@ -101,16 +98,10 @@ def costs_of(device: torch.device) -> Costs:
     return _gpu_costs(*_reported(device), _rounds_to_tf32(), table)
 
 
-def host_bytes_per_us(device: torch.device) -> float:
-    """The speed of copies between a GPU and pinned memory of its host, in one direction."""
+def kind_of_gpu(device: torch.device) -> gpus.Gpu:
+    """The kind of a GPU, which tells its links to its host and to other GPUs."""
     name, capability, _ = _reported(device)
-    return gpus.nearest_gpu(name, capability).host_bytes_per_us
-
-
-def links_of(device: torch.device) -> gpus.Links:
-    """The links of a GPU to others."""
-    name, capability, _ = _reported(device)
-    return gpus.nearest_gpu(name, capability).links
+    return gpus.nearest_gpu(name, capability)
 
 
 @functools.cache

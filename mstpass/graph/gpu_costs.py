@@ -36,6 +36,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 
@@ -77,8 +78,6 @@ _TILES = (
     (64, 128, 0.75),
     (64, 64, 0.5),
 )
-# Accumulators weigh more than on a CPU: chunks of half the length that 1.1 would ask for cost 1.2.
-_TOLERABLE = 1.2
 _TILE_DEPTH = 64  # a tile reads the contracted dim in steps of this many elements
 _FILL = 64  # the time to fill and drain a tile's pipeline, in elements of the contracted dim
 _MOST_SPLITS = 16
@@ -96,18 +95,14 @@ class GpuCosts:
         bandwidth: the same of large kernels that move memory.
     """
 
+    # Accumulators weigh more than on a CPU: chunks of half the length that 1.1 would ask for cost
+    # 1.2.
+    tolerable: ClassVar[float] = 1.2
+    grain: ClassVar[int] = GRAIN
     gpu: Gpu
     tf32: bool = False
     attainable: float = ATTAINABLE
     bandwidth: float = BANDWIDTH
-
-    @property
-    def grain(self) -> int:
-        return GRAIN
-
-    @property
-    def tolerable(self) -> float:
-        return _TOLERABLE
 
     # ---- nodes ---------------------------------------------------------------------------------
     def product_us(self, product: Product) -> float:

@@ -1,9 +1,24 @@
-"""Nodes that copy a value to the host and back (torch_internals/host_copy_ops.py)."""
+"""Nodes that copy a value to the host and back (torch_internals/host_copy_ops.py).
+
+A loop can copy an operand from the host itself, the rows of one chunk at a time. ::
+
+    mstpass::rows_on_host(host, device) -> value
+
+stands for a value whose rows wait on the host. A loop that reads it, itself or through views,
+copies what a chunk needs (loops/lowering.py). Called as it is, the op copies all of it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
+from mstpass.graph import ops
+from mstpass.graph.joint import nbytes, value_of
+from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.sizes import hint
+from mstpass.graph.written_over import is_row_by_row
 from mstpass.torch_internals import host_copy_ops
 
 DEVICE_TYPE = "cuda"  # of the devices whose values may wait on the host
@@ -40,3 +55,38 @@ def is_on_host(node: fx.Node) -> bool:
 
 def _is_wait(node: fx.Node) -> bool:
     return node.target is host_copy_ops.WAIT
+
+
+def rows_on_host(node: fx.Node) -> bool:
+    """Whether the value is one whose rows wait on the host, or a view of it."""
+    return is_rows_on_host(ops.base_of(node))
+
+
+def is_in_rows(node: fx.Node) -> bool:
+    """Whether a value and its storage lie in memory row by row.
+
+    So they do on the host, where the same views show the same elements, and rows are one run of
+    memory.
+    """
+    values = node, ops.base_of(node)
+    return all(value_of(n) is not None and is_row_by_row(n) for n in values)
+
+
+def bytes_of_rows(node: fx.Node, total: Any, length: int) -> int:
+    """The bytes of so many rows of a value that has ``total`` rows, in the batch at hand."""
+    rows = max(1, hint(total))
+    return nbytes(node) * min(length, rows) // rows
+
+
+def operands_in_rows(call: fx.Node) -> tuple[tuple[str, int], ...]:
+    """``Op.in_rows`` of a node: empty unless it is a loop."""
+    if call.target is not mst_loop:
+        return ()
+    arguments: Any = call.args
+    _, _, length, total, _, sliced, whole = arguments
+    total = total.meta["val"] if isinstance(total, fx.Node) else total
+    return tuple(
+        (node.name, bytes_of_rows(node, total, length))
+        for node in dict.fromkeys(sliced)
+        if node not in whole and is_in_rows(node)
+    )

@@ -29,6 +29,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -96,17 +97,11 @@ class ChunkCosts:
 class MeasuredCosts:
     """The costs of a device without a model of its own, such as a CPU: all as measured."""
 
+    grain: ClassVar[int] = 1
+    tolerable: ClassVar[float] = 1.10
     table: ChunkCosts
     bytes_per_us: float
     threads: int = 1
-
-    @property
-    def grain(self) -> int:
-        return 1
-
-    @property
-    def tolerable(self) -> float:
-        return _TOLERABLE
 
     # ---- nodes ---------------------------------------------------------------------------------
     def product_us(self, product: Product) -> float:
@@ -214,4 +209,3 @@ class MeasuredGpuCosts(GpuCosts):
 _LEAST_US = 1e-9
 _CACHED = 0.25  # the time of what a cache holds, as a part of that from memory
 _LARGE_BYTES = 2**26  # no cache holds so much
-_TOLERABLE = 1.10

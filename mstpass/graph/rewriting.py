@@ -26,13 +26,14 @@ class Rewriting:
     Attributes:
         joint: the copy as it was made: its nodes in their order, by name, their phases.
         builder: adds nodes to the copy.
+        renewal: notes which nodes stand in the place of others.
     """
 
     def __init__(self, joint: JointGraph):
         self.joint = joint.copy()
         self.graph: fx.Graph = self.joint.module.graph
         self.builder = Builder(self.graph, fake_mode_of(self.joint.nodes))
-        self._renewal = Renewal(self.graph)
+        self.renewal = Renewal(self.graph)
         self._original = joint
         self._replaced = dict(joint.replaced)
 
@@ -58,7 +59,7 @@ class Rewriting:
         else:
             for reader in readers:
                 reader.replace_input_with(old, new)
-        self._renewal.replaced(old, new)
+        self.renewal.replaced(old, new)
         self._replaced[old.name] = new.name
 
     def replace_items(self, node: fx.Node, results: Sequence[fx.Node]) -> None:
@@ -81,7 +82,7 @@ class Rewriting:
         if reorder:
             put_in_order(self.graph)
         for node in self.graph.nodes:
-            self._renewal.renew(node)
+            self.renewal.renew(node)
         self._keep_layouts(self.graph.output_node(), self._original.output)
         self.graph.eliminate_dead_code()
         self.graph.lint()
@@ -102,7 +103,7 @@ class Rewriting:
         with self.graph.inserting_before(output):
             for new, old in zip(results, traced, strict=True):
                 is_value = isinstance(new, fx.Node) and isinstance(old, fx.Node)
-                kept.append(self._renewal.with_layout_of(new, old) if is_value else new)
+                kept.append(self.renewal.with_layout_of(new, old) if is_value else new)
         output.args = (tuple(kept),)
 
 

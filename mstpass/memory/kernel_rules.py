@@ -2,9 +2,8 @@
 
 **Values**: what a value is computed from, before it is known whether it has a buffer.
 
-**Fusion**: which kernels Inductor fuses into one, and in which order these run. Kernels are one
-where a value between them has no buffer (``in_order``). In a loop's body, kernels that read the
-same buffer are fused besides, if they are no calls, have the same size, and no call lies between
+**Fusion**: which kernels of a loop's body Inductor fuses into one, and in which order these run:
+those that read the same buffer, if they are no calls, have the same size, and no call lies between
 them (torch/_inductor/scheduler.py: ``fuse_nodes``, ``will_fusion_create_cycle``). What the group
 reads is then computed before its first kernel, and the results of all its kernels are alive at
 once.
@@ -42,7 +41,6 @@ class KernelValue:
         reads: what it is computed from.
         loads: the same with inputs that are not freed, and with each place where they are read.
         apart: those of ``reads`` that it reads in loops of its own.
-        unfused: these, and those that it reads through a view that merges dims.
         num_ops: how many ops it takes to compute it from what it reads.
         stage: the most calls on a path to it.
         slow: it is in no buffer, and slow to compute.
@@ -53,7 +51,6 @@ class KernelValue:
     reads: frozenset[str]
     loads: frozenset[Load]
     apart: frozenset[str]
-    unfused: frozenset[str]
     num_ops: int = 0
     stage: int = 0
     slow: bool = False
@@ -63,15 +60,15 @@ class KernelValue:
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
         self.reads, self.loads = frozenset((op.name,)), frozenset(((op.name, NOTHING),))
-        self.apart = self.unfused = NOTHING
-        self.num_ops, self.slow, self.loops_end = 0, False, frozenset()
+        self.apart, self.loops_end = NOTHING, NOTHING
+        self.num_ops, self.slow = 0, False
 
 
 def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
     """The result of an op, as if it had no buffer of its own."""
     if len(operands) == 1:  # the common case, faster
         (one,) = operands
-        value = KernelValue(one.reads, one.loads, one.apart, one.unfused)
+        value = KernelValue(one.reads, one.loads, one.apart)
         value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
         value.slow = op.slow or one.slow
         value.loops_end = one.loops_end
@@ -80,7 +77,6 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
             NOTHING.union(*[one.reads for one in operands]),
             NOTHING.union(*[one.loads for one in operands]),
             NOTHING.union(*[one.apart for one in operands]),
-            NOTHING.union(*[one.unfused for one in operands]),
         )
         value.num_ops = 1 + sum([one.num_ops for one in operands])
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
@@ -89,27 +85,13 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
     if op.loops_end:
         value.loops_end |= frozenset(op.loops_end)
     if op.own_loops:
-        value.apart = value.unfused = value.reads
-        value.loads = frozenset(
-            _load_at(load, op, place) for load in value.loads for place in range(op.places)
-        )
-    elif op.merges_dims:
-        value.unfused = value.reads
-        value.loads = frozenset((buffer, places | {(op.name, 0)}) for buffer, places in value.loads)
+        value.apart = value.reads
+        value.loads = frozenset(_load_at(load, op) for load in value.loads)
     value.from_call = op.kind == CALL
     return value
 
 
-def repeated(value: KernelValue, dims: Sequence[int] | None) -> KernelValue:
-    """The value where it is repeated along dims, counted from the last: no shift there moves it."""
-    if not dims:
-        return value
-    still = {(dim, None) for dim in dims}
-    loads = frozenset([(buffer, places | still) for buffer, places in value.loads])
-    return dataclasses.replace(value, loads=loads)
-
-
-def _load_at(load: Load, op: Op, number: int) -> Load:
+def _load_at(load: Load, op: Op) -> Load:
     """What an op reads elsewhere of what its operand reads: once for each place, not for each op.
 
     Source: ``OpCounterCSE.load`` in torch/_inductor/ops_handler.py.
@@ -121,10 +103,8 @@ def _load_at(load: Load, op: Op, number: int) -> Load:
         here, there = {("order", op.transposed)}, {("order", back)}
         return buffer, places - there if there <= places else places | here
     if op.shift is None:
-        return buffer, places | {(op.name, number)}
+        return buffer, places | {(op.name, 0)}
     dim, start = op.shift
-    if (dim, None) in places:
-        return load
     before = {place for place in places if place[0] == dim}
     start += sum(place[1] for place in before)
     return buffer, (places - before) | ({(dim, start)} if start else NOTHING)
@@ -168,36 +148,6 @@ def fused_groups(
         else:
             group.append(kernel)
     return _in_order(groups, reads, writer)
-
-
-def in_order(
-    reads: Mapping[Kernel, frozenset[Buffer]],
-    writer: Mapping[Buffer, Kernel],
-    fused_away: Set[Buffer],
-) -> list[tuple[Kernel, ...]]:
-    """Each kernel by itself, where Inductor runs it.
-
-    Those that a value without a buffer joins run where the first of them does. What the others read
-    is computed before them all, even if calls that come first in the graph could free memory.
-
-    Args:
-        fused_away: the buffers that only kernels read that run as one with their writers.
-    """
-    if not fused_away:
-        return [(kernel,) for kernel in reads]
-    group_of: dict[Kernel, list[Kernel]] = {}
-    for kernel, read in reads.items():
-        one = group_of[kernel] = [kernel]
-        for buffer in read & fused_away:
-            other = group_of[writer[buffer]]
-            if other is not one:
-                other += one
-                group_of.update(dict.fromkeys(one, other))
-                one = other
-    place = {kernel: i for i, kernel in enumerate(reads)}
-    groups = {id(group): sorted(group, key=place.__getitem__) for group in group_of.values()}
-    ordered = _in_order(list(groups.values()), reads, writer)
-    return [(kernel,) for group in ordered for kernel in group]
 
 
 def _dependencies(
@@ -324,11 +274,13 @@ def waits(
     pointwise = set(filter(in_kernel, read))  # computed in the kernel of the rows
     others = (name for name in read if name not in pointwise)
     buffers = (n for n in others if n in freed or op[n].kind not in (INPUT, CONSTANT, SIZE))
-    only_here = (b for b in buffers if pointwise.issuperset(_readers(b, op, users)))
+    only_here = (b for b in buffers if pointwise.issuperset(readers_through_views(b, op, users)))
     return op[rows].bytes < sum(op[buffer].bytes for buffer in only_here)
 
 
-def _readers(name: str, op: Mapping[str, Op], users: Mapping[str, Sequence[str]]) -> set[str]:
+def readers_through_views(
+    name: str, op: Mapping[str, Op], users: Mapping[str, Sequence[str]]
+) -> list[str]:
     """What reads a value, itself or by a view."""
     further = lambda user: users.get(user, ()) if op[user].kind == VIEW else ()
-    return {user for user in walk(users.get(name, ()), further) if op[user].kind != VIEW}
+    return [user for user in walk(users.get(name, ()), further) if op[user].kind != VIEW]

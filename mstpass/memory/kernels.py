@@ -15,9 +15,8 @@ from mstpass.memory.kernel_rules import (
     KernelValue,
     combined,
     fused_groups,
-    in_order,
     in_place,
-    repeated,
+    readers_through_views,
     waits,
 )
 from mstpass.problem.op import (
@@ -75,8 +74,8 @@ class Kernels:
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
         self._value: dict[str, KernelValue] = {}
-        # Of each kernel the buffers that it reads in loops of its own, and these with those that it
-        # reads through a view that merges dims.
+        # Of each kernel the buffers that it reads in loops of its own, with and without those of
+        # which it reads the elements that it would read there.
         self.read_apart: dict[str, frozenset[str]] = {}
         self._read_unfused: dict[str, frozenset[str]] = {}
         # Of each sum over outer dims, all that it reads.
@@ -101,12 +100,9 @@ class Kernels:
         if kind in (INPUT, SIZE):
             reads = self.freed & {name} if kind == INPUT else NOTHING
             loads = frozenset(((name, NOTHING),)) if kind == INPUT else NOTHING
-            values[name] = KernelValue(frozenset(reads), loads, NOTHING, NOTHING)
+            values[name] = KernelValue(frozenset(reads), loads, NOTHING)
             return
         operands = [values[operand] for operand in op.inputs if operand in values]
-        if op.broadcasts:
-            dims_of = dict(op.broadcasts)
-            operands = [repeated(values[o], dims_of.get(o)) for o in op.inputs if o in values]
         value = values[name] = combined(op, operands)
         if kind == VIEW:
             value.from_call = op.inputs[0] in values and values[op.inputs[0]].from_call
@@ -128,7 +124,7 @@ class Kernels:
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
                 self.read_apart[name] = NOTHING.union(*[values[o].reads for o in rest])
-            self._read_unfused[name] = value.unfused
+            self._read_unfused[name] = value.apart
             if self._sums_outer_dims(name):
                 self._loads[name] = frozenset([buffer for buffer, _ in value.loads])
             if op.on_cpu:
@@ -139,7 +135,7 @@ class Kernels:
     def _is_kernel(self, op: Op, value: KernelValue) -> bool:
         if op.kind in _KERNELS or op.name in self.parts:
             return True
-        readers = self._readers_through_views(op.name)
+        readers = readers_through_views(op.name, self.op, self.users)
         if op.name in self.kept or any(self.op[name].kind == CALL for name in readers):
             return op.kind != CONSTANT or op.name in self.kept
         num_loads = len(value.loads)
@@ -147,11 +143,6 @@ class Kernels:
             expanded = any(self.op[name].bytes > _EXPANDED * op.bytes for name in readers)
             return num_loads > _MOST_READS[op.on_cpu] or (expanded and value.slow)
         return num_loads > _MANY_READS or value.num_ops > _MANY_OPS[op.on_cpu] or value.slow
-
-    def _readers_through_views(self, name: str) -> list[str]:
-        further = lambda user: self.users.get(user, ()) if self.op[user].kind == VIEW else ()
-        reached = walk(self.users.get(name, ()), further)
-        return [user for user in reached if self.op[user].kind != VIEW]
 
     def _bases_of(self, names: Iterable[str]) -> set[str]:
         reached = (name for name in walk(names, self._shown) if not self._shown(name))
@@ -254,7 +245,7 @@ class Kernels:
 
     def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
         if not fuse:
-            return in_order(self.read_by, self._writer, self._fused_across_calls())
+            return [(kernel,) for kernel in self.read_by]
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
         # Sums over outer dims are fused for an input, as a norm's, that both read.
         reads = {k: read | self._loads.get(k, frozenset()) for k, read in self.read_by.items()}
@@ -266,15 +257,6 @@ class Kernels:
 
     def _sums_outer_dims(self, kernel: str) -> bool:
         return self.op[kernel].kind == REDUCTION and self.op[kernel].own_loops
-
-    def _fused_across_calls(self) -> Set[str]:
-        """The buffers without memory that a kernel reads behind a call, in the graph's order."""
-        before = self._calls_before
-        return {
-            buffer
-            for buffer in self.fused_away
-            if any(before[kernel] != before[buffer] for kernel in self.readers[buffer])
-        }
 
     def run_as_one(self, kernel: str, other: str, group: tuple[str, ...], buffer: str) -> bool:
         """Whether Inductor may fuse two kernels because both read the buffer."""
@@ -288,20 +270,10 @@ class Kernels:
             return False
         apart, is_reduction = buffer in self.read_apart[other], self.op[other].kind == REDUCTION
         if apart == is_reduction:
-            return not apart or self._continues(kernel, self._writer.get(buffer, ""))
+            return not apart
         # A loop over rows has reductions of the rows in it, and what reads one element of each, if
         # they follow the same kernel as the others.
         return not before.isdisjoint(others)
-
-    def _continues(self, kernel: str, writer: str) -> bool:
-        """Whether a pointwise kernel runs as one with the one that wrote its operand.
-
-        Then what else reads the operand, in loops of its own, comes after both.
-        """
-        if not writer or self.op[writer].kind != POINTWISE:
-            return False
-        before = self._behind(kernel)
-        return writer in before and not any(writer in self._behind(k) for k in before)
 
     def _behind(self, kernel: str) -> Set[str]:
         """The kernels of the same stage whose results a kernel reads, directly or not."""

@@ -1,8 +1,8 @@
 """What Inductor makes of a node: its kind of ``Op``, and the loops that it runs in.
 
-The loops are ``Op.own_loops``, ``Op.merges_dims`` and ``Op.broadcasts``. Inductor fuses kernels
-that run through the same loops. An op that reads its operand at other places than it writes, or
-whose loops cannot be those of its operand's kernel, is not fused with that.
+The loops are ``Op.own_loops`` and ``Op.loops_end``. Inductor fuses kernels that run through the
+same loops. An op that reads its operand at other places than it writes, or whose loops cannot be
+those of its operand's kernel, is not fused with that.
 """
 
 from __future__ import annotations
@@ -89,11 +89,6 @@ def concatenates(node: fx.Node) -> bool:
     )
 
 
-def writes_anywhere(node: fx.Node) -> bool:
-    """``Op.writes_anywhere``."""
-    return ops.row(node).writes_anywhere
-
-
 def has_own_loops(node: fx.Node) -> bool:
     """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
     operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
@@ -103,9 +98,7 @@ def has_own_loops(node: fx.Node) -> bool:
     row = ops.row(node)
     if row.memory_kind == REDUCTION:
         dims = reduced_dims(node, operand.dim())
-        if num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims):
-            return True
-        return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
+        return num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims)
     return row.reads_elsewhere or transposed(node) is not None
 
 
@@ -146,28 +139,6 @@ def transposed(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return sizes, tuple(map(order.index, runs))
 
 
-def merges_dims(node: fx.Node) -> bool:
-    """``Op.merges_dims``."""
-    if node.target is not aten.view.default:
-        return False
-    merged = _merged_dims(_hint_shape(node.all_input_nodes[0]), _hint_shape(node))
-    return _merges_what_lies_apart(node, merged)
-
-
-def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """``Op.broadcasts``."""
-    value = value_of(node)
-    if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
-        return ()
-    whole, found = _hint_shape(node)[::-1], []
-    for operand in node.all_input_nodes:
-        part = _hint_shape(operand)[::-1]
-        if value_of(operand) is not None and math.prod(part) < math.prod(whole):
-            sizes = enumerate(itertools.zip_longest(part, whole, fillvalue=1), start=1)
-            found.append((operand.name, tuple(dim for dim, (n, m) in sizes if n == 1 < m)))
-    return tuple(found)
-
-
 def outer_sizes(node: fx.Node) -> tuple[int, ...]:
     """``Op.outer_sizes``."""
     is_reduction = node.op == "call_function" and kind_of(node) == REDUCTION
@@ -179,7 +150,7 @@ def loops_end(node: fx.Node) -> tuple[int, ...]:
     """``Op.loops_end``."""
     shape = _hint_shape(node)
     long = [dim for dim, size in enumerate(shape[::-1], start=1) if size > 1]
-    repeated = [dims for _, dims in broadcasts(node)]
+    repeated = _repeated_dims(node)
     pairs = itertools.pairwise(long)
     ends = [d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated)]
     if node.op == "call_function" and _is_part(node):
@@ -191,31 +162,17 @@ def loops_end(node: fx.Node) -> tuple[int, ...]:
     return tuple(sorted(outside - {1}))
 
 
-def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:
-    """Whether a view or a reduction runs through two dims as one, and its operand's kernel cannot.
-
-    A copy of a part of each text's tokens runs over the batch and the tokens, but what reads its
-    rows runs over the rows.
-
-    Args:
-        merged: the dims of the operand that are one with the next.
-    """
-    operand = reader.all_input_nodes[0]
-    shape = _hint_shape(operand)
-    stack = [operand] if merged else []
-    while stack:
-        node = stack.pop()
-        read = value_of(node)
-        if read is None or _hint_shape(node) != shape:
-            continue
-        strides = tuple(map(hint, read.stride()))
-        if any(strides[d] != strides[d + 1] * shape[d + 1] for d in merged):
-            return True
-        if ops.is_padded(node):
-            return True
-        if kind_of(node) in (POINTWISE, REALIZED):
-            stack += [n for n in node.all_input_nodes if len(n.users) == 1 or _is_part(n)]
-    return False
+def _repeated_dims(node: fx.Node) -> list[set[int]]:
+    """The dims, counted from the last, in which a fused op repeats each of its smaller operands."""
+    if node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
+        return []
+    whole, found = _hint_shape(node)[::-1], []
+    for operand in node.all_input_nodes:
+        part = _hint_shape(operand)[::-1]
+        if value_of(operand) is not None and math.prod(part) < math.prod(whole):
+            sizes = enumerate(itertools.zip_longest(part, whole, fillvalue=1), start=1)
+            found.append({dim for dim, (n, m) in sizes if n == 1 < m})
+    return found
 
 
 def _is_part(node: fx.Node) -> bool:
@@ -226,16 +183,6 @@ def _is_part(node: fx.Node) -> bool:
 def _hint_shape(node: fx.Node) -> tuple[int, ...]:
     value = value_of(node)
     return () if value is None else tuple(map(hint, value.shape))
-
-
-def _merged_dims(shape: Sequence[int], new_shape: Sequence[int]) -> list[int]:
-    """The dims that are one with the next in another shape of the same elements."""
-    behind = {math.prod(new_shape[i:]) for i in range(len(new_shape))}
-    return [
-        d
-        for d in range(len(shape) - 1)
-        if shape[d] > 1 and shape[d + 1] > 1 and math.prod(shape[d + 1 :]) not in behind
-    ]
 
 
 def _outer_to_inner(value: Tensor) -> list[int]:

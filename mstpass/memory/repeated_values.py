@@ -20,9 +20,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence, Set
 
+from mstpass.memory.kernel_rules import readers_through_views
 from mstpass.memory.simulate_ops import GraphOps, Moment, StepMemory
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, REDUCTION, VIEW, Op
-from mstpass.walk import walk, walk_once
+from mstpass.walk import walk_once
 
 CHEAP_KINDS = (POINTWISE, REDUCTION, VIEW, CONSTANT)
 MOST_LOWERED = 1.25  # a peak is hardly more than this factor above what the copies leave
@@ -110,7 +111,7 @@ class _Graph:
         """The copies of a value for its readers behind a place, if it has readers on both sides."""
         if name not in cheap or name in self.kept:
             return None
-        readers = self._readers(name)
+        readers = readers_through_views(name, self.op, self.users)
         later = sorted({r for r in readers if self.order[r] > self.order[place]}, key=self._at)
         if not later or len(later) == len(set(readers)):
             return None
@@ -137,12 +138,6 @@ class _Graph:
             name = self.op[name].inputs[0]
         return name
 
-    def _readers(self, name: str) -> list[str]:
-        """The readers of a value, with views replaced by their own readers."""
-        further = lambda user: self.users.get(user, ()) if self.op[user].kind == VIEW else ()
-        reached = walk(self.users.get(name, ()), further)
-        return [user for user in reached if self.op[user].kind != VIEW]
-
     def _chain(self, value: str, later: Sequence[str], cheap: Set[str]) -> list[str]:
         """What to copy, in order: the value, its views that are read later, and its operands.
 
@@ -165,4 +160,5 @@ class _Graph:
         base = self._viewed(name)
         if self.op[base].kind == INPUT or base in self.kept:
             return True
-        return any(self.order[r] >= self.order[place] for r in self._readers(base))
+        readers = readers_through_views(base, self.op, self.users)
+        return any(self.order[r] >= self.order[place] for r in readers)

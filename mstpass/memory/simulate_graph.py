@@ -1,52 +1,34 @@
-"""Simulate the memory of FX graphs: their nodes as the plain ops of memory/simulate_ops.py.
-
-A lowered loop may run the ops of its body in two orders (loops/while_loop_step.py). The last op of
-a result, unless another op reads it, runs when the result is written to the loop's buffer, and so
-do products that go straight into it. Results are written one after the other behind all other ops;
-those before the gradients that attention's backward adds up, before it runs.
-
-So it is on a CPU, unless the peak is lower in the graph's own order: Inductor chooses the order of
-the lowest peak of several (``reorder_for_peak_memory`` in torch/_inductor/memory.py). Peaks of code
-for a GPU are nearer to those of the graph's own order: for a gated MLP compiled for an H100, 48.2
-MB scheduled, 51.4 simulated in that order and 53.0 in this one.
-"""
+"""Simulate the memory of FX graphs: their nodes as the plain ops of memory/simulate_ops.py."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph import ops
-from mstpass.graph.buffer_ops import adding_attention, parts_in_place
-from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
-from mstpass.graph.host_rows import operands_in_rows, rows_on_host
+from mstpass.graph import linearity, ops
+from mstpass.graph.buffer_ops import parts_in_place
+from mstpass.graph.host_copies import is_on_host, is_wait_for_reload, operands_in_rows, rows_on_host
 from mstpass.graph.input_writes import is_input_write
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.joint import nbytes, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.scatter_rows import rows_of
-from mstpass.graph.sizes import depends_on_data, hint_numel, is_size
+from mstpass.graph.sizes import depends_on_data, hint_numel, is_size, is_static
 from mstpass.graph.written_over import written_over
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import (
-    broadcasts,
     concatenates,
     has_own_loops,
     kind_of,
     loops_end,
-    merges_dims,
-    num_unrolled,
     outer_sizes,
     shift,
     transposed,
-    writes_anywhere,
 )
-from mstpass.memory.simulate_ops import GraphOps, StepMemory, held_outputs, simulate_ops
+from mstpass.memory.simulate_ops import GraphOps, StepMemory, backward_of, simulate_ops
 from mstpass.memory.workspaces import node_workspace_bytes
 from mstpass.problem.op import CALL, ITEM, SCATTER, VIEW, Op
 
@@ -65,41 +47,30 @@ def simulate_step(
         scatters_delayed: scatters wait for their rows where that frees memory
             (kernel_rules.py).
     """
-    step = step_ops(forward, backward, scatters_delayed)
-    return StepMemory(step.forward.simulated(), step.backward.simulated(), step.known)
+    forward_ops, backward_ops, known = step_ops(forward, backward, scatters_delayed)
+    return StepMemory(forward_ops.simulated(), backward_ops.simulated(), known)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOps:
-    """The ops of the two graphs of a step; ``known`` as in ``StepMemory``."""
-
-    forward: GraphOps
-    backward: GraphOps
-    known: bool
-
-
-def step_ops(forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False) -> StepOps:
-    """The ops of a step; arguments as of ``simulate_step``."""
+def step_ops(
+    forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False
+) -> tuple[GraphOps, GraphOps, bool]:
+    """The ops of both graphs of a step, and ``StepMemory.known``; arguments as above."""
     inputs = backward.find_nodes(op="placeholder")
     crossing = {n.name for n in inputs if not str(n.target).startswith("primals")}
     forward_ops, backward_ops = _ops(forward, scatters_delayed), _ops(backward, scatters_delayed)
     returned = Counter(n.name for n in _results(forward))
     # The forward also returns each crossing value once, for the backward.
     outputs = [name for name, times in returned.items() if times > (name in crossing)]
-    held, kept = held_outputs(forward_ops, outputs, crossing, backward_ops)
     gradients = [n.name for n in _results(backward)]
+    beside = backward_of(forward_ops, outputs, crossing, backward_ops, gradients, crossing)
     values = (
         value
         for graph in (forward, backward)
         for node in graph.nodes
         for value in tensors_of(node.meta.get("val"))
     )
-    freed = (*crossing, *(op.name for op in held))
-    return StepOps(
-        GraphOps(tuple(forward_ops), tuple(returned)),
-        GraphOps((*held, *backward_ops), (*gradients, *kept), freed),
-        known=not any(map(depends_on_data, values)),
-    )
+    known = not any(map(depends_on_data, values))
+    return GraphOps(tuple(forward_ops), tuple(returned)), beside, known
 
 
 def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -122,6 +93,21 @@ def _ops(graph: fx.Graph, scatters_delayed: bool = False) -> list[Op]:
         for n in graph.nodes
         if n.op in ("placeholder", "call_function")
     ]
+
+
+def rows_of(node: fx.Node) -> fx.Node | None:
+    """The rows that a scatter adds into zeros, as the gradient of an embedding, if it may wait for
+    them.
+
+    It may if both have a static shape, and the rows are smaller than the result.
+    """
+    position = ops.row(node).added_rows  # of the last tensor that it reads
+    if position is None or not linearity.is_zero(node.args[0]) or not is_static(node.meta["val"]):
+        return None
+    rows = node.args[position]
+    if not isinstance(rows, fx.Node) or rows.op != "call_function":
+        return None
+    return rows if nbytes(rows) < nbytes(node) else None
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -152,17 +138,14 @@ def op_of(
         inner_bytes=_inner_bytes(node),
         slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
         own_loops=has_own_loops(node),
-        places=max(1, num_unrolled(node)),
         shift=shift(node),
         transposed=transposed(node),
-        merges_dims=merges_dims(node),
-        broadcasts=broadcasts(node),
         loops_end=loops_end(node),
         outer_sizes=outer_sizes(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
         concatenates=concatenates(node),
-        writes_anywhere=writes_anywhere(node),
+        writes_anywhere=ops.row(node).writes_anywhere,
         numel=sum(map(hint_numel, tensors_of(node.meta.get("val")))),
         in_rows=operands_in_rows(node),
     )
@@ -208,47 +191,6 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
         parts: the nodes that it returns.
     """
     in_place = {node for part in parts for node in parts_in_place(part)}
+    run = (node for node in graph.nodes if node.op in ("placeholder", "call_function"))
     kept = [n.name for n in parts]
-    orders = orders_of_body(graph, parts)
-    op = {node: op_of(node, in_place) for node in orders[0]}
-    runs = (simulate_ops([op[n] for n in order], kept, fuse=True) for order in orders)
-    return min(run.peak.bytes for run in runs)
-
-
-def orders_of_body(graph: fx.Graph, results: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The inputs and ops of a body in these orders; for a GPU, in the graph's alone."""
-    run = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
-    if all(tensor.is_cuda for node in results for tensor in tensors_of(node.meta.get("val"))):
-        return [run]
-    last = {result: _last_ops(result) for result in results}
-    left = {node for nodes in last.values() for node in nodes}
-    adding: dict[fx.Node, int] = {}  # where the first result stands that attention adds to
-    for position, result in enumerate(results):
-        if (attention := adding_attention(result)) is not None:
-            adding.setdefault(attention, position)
-    ordered: dict[fx.Node, None] = {}
-
-    def write_until(end: int) -> None:
-        for result in results[:end]:
-            ordered.update(dict.fromkeys(n for n in graph.nodes if n in last[result]))
-
-    for node in run:
-        if node in left:
-            continue
-        before = results[: adding.get(node, 0)]
-        if all(_is_ready(last[result], ordered) for result in before):
-            write_until(len(before))
-        ordered[node] = None
-    write_until(len(results))
-    return [list(ordered), run]
-
-
-def _last_ops(result: fx.Node) -> list[fx.Node]:
-    parts = parts_in_place(result)
-    return parts or ([result] if len(result.users) == 1 and result.op == "call_function" else [])
-
-
-def _is_ready(last: Sequence[fx.Node], ordered: Mapping[fx.Node, None]) -> bool:
-    """Whether all that a result's last ops read has run."""
-    inside = set(last)
-    return all(n in ordered or n in inside for node in last for n in node.all_input_nodes)
+    return simulate_ops([op_of(n, in_place) for n in run], kept, fuse=True).peak.bytes

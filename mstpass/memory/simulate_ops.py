@@ -18,13 +18,11 @@ scheduler.py for the others):
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
-   through an op that needs loops of its own (``Op.own_loops``) or a view that merges dims
-   (``Op.merges_dims``), or, on the CPU, needs loops that end at other dims (``Op.loops_end``), or
-   comes behind a reduction of the value beside a kernel over the rows alone. On the CPU, a
-   reduction's result always has a buffer. A stage is a stretch without a call in between, in the
-   order of the graph or on the paths in it. Kernels that such a buffer joins run where the first of
-   them does, once what all of them read is there (kernel_rules.py). The buffer of a scatter stays,
-   as its rows are written in any order.
+   through an op that needs loops of its own (``Op.own_loops``), or, on the CPU, needs loops that
+   end at other dims (``Op.loops_end``), or comes behind a reduction of the value beside a kernel
+   over the rows alone. On the CPU, a reduction's result always has a buffer. A stage is a stretch
+   without a call in between, in the order of the graph or on the paths in it. The buffer of a
+   scatter stays, as its rows are written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it;
    it may be what a value without a buffer between them, that is not reduced, would have been
@@ -159,18 +157,24 @@ class GraphOps:
         return simulate_ops(self.ops, self.kept, self.freed)
 
 
-def held_outputs(
-    forward: Sequence[Op], outputs: Iterable[str], crossing: Set[str], backward: Sequence[Op]
-) -> tuple[list[Op], list[str]]:
-    """The forward's outputs, which the caller holds while the backward runs.
+def backward_of(
+    forward: Sequence[Op],
+    outputs: Iterable[str],
+    crossing: Set[str],
+    backward: Sequence[Op],
+    gradients: Iterable[str],
+    freed: Iterable[str],
+) -> GraphOps:
+    """A backward beside the forward's outputs, which the caller holds while it runs.
+
+    Outputs that do not cross to it are new inputs, alive all the time. Those that do are not freed
+    after their last use.
 
     Args:
         outputs: names of what the forward returns to the caller.
         crossing: names of the forward values that are inputs of the backward.
-
-    Returns:
-        New inputs for the backward, alive all the time: the outputs that do not cross to it. And
-        the names of those that do cross: they are not freed after their last use.
+        gradients: names of what the backward returns.
+        freed: names of the inputs that it frees.
     """
     op = {o.name: o for o in forward}
     taken = {o.name for o in backward}  # names of values that backward computes again
@@ -184,7 +188,8 @@ def held_outputs(
         elif name in op and op[name].kind != INPUT:
             unique = f"{name}{HELD}" if name in taken else name
             held[name] = Op(unique, op[name].bytes, kind=INPUT)
-    return list(held.values()), kept
+    freed = (*freed, *(op.name for op in held.values()))
+    return GraphOps((*held.values(), *backward), (*gradients, *kept), freed)
 
 
 def _is_view_in(op: Mapping[str, Op], name: str) -> bool:

@@ -16,7 +16,7 @@ from mstpass.memory.host_copies import (
 )
 from mstpass.memory.program import Program, backward_ops, forward_ops, is_cheap
 from mstpass.memory.repeated_values import MOST_LOWERED, Repeated, repeated_values
-from mstpass.memory.simulate_ops import GraphOps, StepMemory, Timeline, held_outputs, simulate_ops
+from mstpass.memory.simulate_ops import GraphOps, StepMemory, Timeline, backward_of, simulate_ops
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
@@ -96,10 +96,9 @@ class StepSimulation:
         tangents = [op.name for op in ops if op.kind == INPUT and op.name not in self.saved]
         free = {value.name for value in self.problem.values if value.free}
         outputs = [name for name in self.problem.outputs if name not in free]
-        held, kept = held_outputs(self.program.forward, outputs, self.saved, ops)
-        on_device = self.saved - self.offloaded
-        freed = (*on_device, *(t for t in tangents if t not in free), *(o.name for o in held))
-        return GraphOps((*held, *ops), (*self.problem.gradients, *kept), freed)
+        freed = (*(self.saved - self.offloaded), *(t for t in tangents if t not in free))
+        forward, gradients = self.program.forward, self.problem.gradients
+        return backward_of(forward, outputs, self.saved, ops, gradients, freed)
 
     @property
     def memory(self) -> StepMemory:

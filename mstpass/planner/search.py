@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from mstpass.errors import UserError
-from mstpass.graph.device_costs import Costs, costs_of, links_of
+from mstpass.graph.device_costs import Costs, costs_of, kind_of_gpu
 from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.memory.allocation import BLOCK
 from mstpass.planner.compiled_rows import CompiledRows
@@ -149,7 +149,7 @@ class BestSplit:
         if self._refused and len(self._refused) == len([n for n in counts if n > 1]):
             raise self._refused[-1]
         best = max(found, key=_goodness)
-        of_node = links_of(DEVICE).gpus
+        of_node = kind_of_gpu(DEVICE).links.gpus
         is_sharded = training.sharding != "none" and training.gpus % of_node == 0
         replicas = training.gpus // of_node if is_sharded else 1
         if request.split and request.length and replicas > 1:

@@ -44,20 +44,14 @@ class Op:
         own_loops: its kernel is not fused with those that write its operands: it reads a part of
             them, as slices do, at other places, as flips and gathers do, or reduces over outer
             dims.
-        places: at how many places it reads its operand for one element of its result: more than
-            one for reductions that are unrolled.
         shift: of a slice, the dim, counted from the last, and where it starts there: what starts at
             the same place reads the same elements. A slice that is written shifts back.
         transposed: of a copy in another order of dims, their sizes as they lie in the operand, the
             outer first, and which of them is which in the copy. A copy back reads the same
             elements.
-        merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
-            needs a loop. Kernels that read the value through it are not fused with that kernel.
-        broadcasts: the operands of fewer elements than its result, each with the dims, counted from
-            the last, in which it is repeated.
         loops_end: where another loop begins, as the number of elements that the loops outside run
-            through: one of these operands is repeated along a dim and not along the next one, or it
-            is a part of another value, so that its rows lie apart.
+            through: an operand of fewer elements is repeated along a dim and not along the next
+            one, or it is a part of another value, so that its rows lie apart.
         outer_sizes: of each dim that it runs over but the first, how many elements the loops
             outside of it run through. Loops over its dims are one where ``loops_end`` has none.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
@@ -84,11 +78,8 @@ class Op:
     inner_bytes: int = 0
     slow: bool = False
     own_loops: bool = False
-    places: int = 1
     shift: tuple[int, int] | None = None
     transposed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    merges_dims: bool = False
-    broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loops_end: tuple[int, ...] = ()
     outer_sizes: tuple[int, ...] = ()
     on_cpu: bool = False
@@ -114,8 +105,7 @@ class Op:
         """The op with other names of its operands, and with what else is changed."""
         inputs = tuple([name_of(operand) for operand in self.inputs])
         in_rows = tuple([(name_of(operand), size) for operand, size in self.in_rows])
-        dims = tuple([(name_of(operand), dims) for operand, dims in self.broadcasts])
-        return self.changed(inputs=inputs, in_rows=in_rows, broadcasts=dims, **changed)
+        return self.changed(inputs=inputs, in_rows=in_rows, **changed)
 
     def changed(self, **fields: Any) -> Self:
         """``dataclasses.replace``, but for the checks of the values: for walks over whole steps."""

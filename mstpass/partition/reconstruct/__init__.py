@@ -60,8 +60,8 @@ _LEAST_BYTES = 1024  # smaller values are not worth an encoding
 
 
 def reconstruct(
-    joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str, pack_masks: bool = True
-) -> tuple[Rewritten, tuple[Reconstructed, ...]]:
+    joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str, pack_masks: bool
+) -> tuple[JointGraph, Rewritten | None]:
     """Rewrite a joint graph so that it needs fewer saved bytes.
 
     Args:
@@ -71,25 +71,27 @@ def reconstruct(
         pack_masks: whether masks may cross as bits, which takes time in forward and in backward.
 
     Returns:
-        The new joint graph with the names of its nodes to save, and what was done to which value.
-        The graph and the names are the given ones if nothing was done.
+        The new joint graph, and what was written; the given one and None if nothing was.
     """
-    unchanged = Rewritten(joint, frozenset(saved), {}), ()
     if mode == OFF:
-        return unchanged
+        return joint, None
     found = (i for node in joint.nodes if node not in joint.backward for i in inverses_of(node))
     usable = [inverse for inverse in found if _may_be_used(joint, inverse, mode)]
     decision = choose_drops(problem, saved, usable)
     encodings = _encodings(joint, decision.saved, (NARROW, BITS) if pack_masks else (NARROW,))
     if not decision.drops and not encodings:
-        return unchanged
+        return joint, None
     try:
         named = {value.name for value in problem.values}
         rewritten = rewrite(joint, decision, encodings, named)
     except CannotWrite as refusal:
         log.info("nothing is reconstructed: %s", refusal)
-        return unchanged
-    return rewritten, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
+        return joint, None
+    done = (*_reconstructed(joint, decision), *_encoded(joint, encodings))
+    return rewritten.joint, dataclasses.replace(rewritten, done=done)
+
+
+RECONSTRUCT = Pass("reconstruct", reconstruct, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
 
 
 def _may_be_used(joint: JointGraph, inverse: Inverse, mode: str) -> bool:
@@ -191,26 +193,6 @@ def _jumps(node: fx.Node) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Reconstruction:
-    """A graph in which backward reconstructs values, and the plan that saves fewer."""
-
-    joint: JointGraph
-    plan: Plan
-    problem: CutProblem
-    values: tuple[Reconstructed, ...]
-
-
-def _reconstruct_values(
-    joint: JointGraph, *args: Any
-) -> tuple[JointGraph, tuple[Rewritten, tuple[Reconstructed, ...]]]:
-    rewritten, done = reconstruct(joint, *args)
-    return rewritten.joint, (rewritten, done)
-
-
-RECONSTRUCT = Pass("reconstruct", _reconstruct_values, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
-
-
 def with_reconstruction(
     joint: JointGraph,
     problem: CutProblem,
@@ -218,18 +200,21 @@ def with_reconstruction(
     options: Options,
     limit: Limit,
     runner: PassRunner,
-) -> Reconstruction | None:
+) -> tuple[CutProblem, Plan, Rewritten] | None:
     """Save fewer values by reconstructing some in backward, unless that raises the peak.
 
     Args:
         problem: the problem in which the plan's modes are chosen, with the names of ``joint``.
+
+    Returns:
+        The problem and the plan of the graph that was written; None where there is none.
     """
     pack_masks, saved = not limit.is_free, plan.saved
     allowed = problem.allowing(True)
-    reduced, found = runner.run(RECONSTRUCT, joint, allowed, saved, options.reconstruct, pack_masks)
-    if reduced is joint:
+    mode = options.reconstruct
+    _, rewritten = runner.run(RECONSTRUCT, joint, allowed, saved, mode, pack_masks)
+    if rewritten is None:
         return None
-    rewritten, done = found
     other = _with_inverses(problem, joint, rewritten)
     kept = rewritten.saved
     verify(other.allowing(True), kept)
@@ -237,7 +222,7 @@ def with_reconstruction(
     after = dataclasses.replace(plan, saved=kept, **sets)
     if simulate_plan(other, after).peak_bytes > simulate_plan(problem, plan).peak_bytes:
         return None
-    return Reconstruction(reduced, after, other, done)
+    return other, after, rewritten
 
 
 def _with_inverses(problem: CutProblem, before: JointGraph, rewritten: Rewritten) -> CutProblem:

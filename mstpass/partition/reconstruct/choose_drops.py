@@ -124,6 +124,48 @@ class Derivations:
 
         return list(walk_once(roots, sources))
 
+    def drop(
+        self, name: str, saved: frozenset[str], in_use: Set[Inverse]
+    ) -> tuple[DroppedValue, set[str]] | None:
+        """The drop of one saved value, and the saved values it reads; None if the value must stay.
+
+        Args:
+            in_use: the inverses that earlier drops need.
+        """
+        number = self.index[name]
+        value = self.values[number]
+        small = [
+            i
+            for i in self.savable_sources
+            if self.values[i].bytes * _SMALL <= value.bytes and i != number
+        ]
+        available = self.available(saved - {name}, small)
+        if available is None:
+            return None
+        used = set(self.support(available, self.needed))
+        also_saved = sorted(i for i in used if available[i] == ALSO_SAVED)
+        inverses = [how for i, how in available.items() if i in used and isinstance(how, Inverse)]
+        new = [inverse for inverse in inverses if inverse not in in_use]
+        won_bytes = value.bytes - sum(self.values[i].bytes for i in also_saved)
+        if won_bytes <= 0 or not new:
+            return None
+        drop = DroppedValue(
+            name, tuple(new), tuple(self.values[i].name for i in also_saved), won_bytes
+        )
+        read = self.support(available, [self.index[i.target] for i in new])
+        return drop, {self.values[i].name for i in read if available[i] == SAVED}
+
+    def steps(self, saved: frozenset[str]) -> tuple[tuple[str, Step], ...]:
+        """The values that backward computes under a saved set, each with its step."""
+        available = self.available(saved)
+        assert available is not None, "the available is known"
+        used = set(self.support(available, self.needed))
+        return tuple(
+            (self.values[i].name, how if isinstance(how, Inverse) else None)
+            for i, how in available.items()
+            if i in used and how not in (FREE, SAVED)
+        )
+
 
 class _FixedPoint:
     """A growing set of available values.
@@ -213,7 +255,7 @@ def choose_drops(problem: CutProblem, saved: Set[str], inverses: Sequence[Invers
         saved: names of the values that a solver saves.
         inverses: the inverses that may be used.
     """
-    search = _Search(Derivations(problem, inverses, set(recomputed(problem, saved))))
+    graph = Derivations(problem, inverses, set(recomputed(problem, saved)))
     kept = frozenset(saved)
     drops: list[DroppedValue] = []
     read_by_drops: set[str] = set()
@@ -221,14 +263,14 @@ def choose_drops(problem: CutProblem, saved: Set[str], inverses: Sequence[Invers
         if name in read_by_drops:
             continue
         in_use = {inverse for drop in drops for inverse in drop.inverses}
-        found = search.drop(name, kept, in_use)
+        found = graph.drop(name, kept, in_use)
         if found is None:
             continue
         drop, read = found
         drops.append(drop)
         kept = kept - {name} | set(drop.also_saved)
         read_by_drops |= read
-    return Decision(kept, search.steps(kept), tuple(drops))
+    return Decision(kept, graph.steps(kept), tuple(drops))
 
 
 def _candidates(problem: CutProblem, saved: Set[str]) -> Iterator[str]:
@@ -243,51 +285,3 @@ def _candidates(problem: CutProblem, saved: Set[str]) -> Iterator[str]:
     for value in problem.values:
         if value.name in saved & lead_to_saved and value.bytes * _LEAST_SHARE >= total:
             yield value.name
-
-
-class _Search:
-    def __init__(self, graph: Derivations):
-        self.graph = graph
-        self.values = graph.values
-
-    def drop(
-        self, name: str, saved: frozenset[str], in_use: Set[Inverse]
-    ) -> tuple[DroppedValue, set[str]] | None:
-        """The drop of one saved value, and the saved values it reads; None if the value must stay.
-
-        Args:
-            in_use: the inverses that earlier drops need.
-        """
-        number = self.graph.index[name]
-        value = self.values[number]
-        small = [
-            i
-            for i in self.graph.savable_sources
-            if self.values[i].bytes * _SMALL <= value.bytes and i != number
-        ]
-        available = self.graph.available(saved - {name}, small)
-        if available is None:
-            return None
-        used = set(self.graph.support(available, self.graph.needed))
-        also_saved = sorted(i for i in used if available[i] == ALSO_SAVED)
-        inverses = [how for i, how in available.items() if i in used and isinstance(how, Inverse)]
-        new = [inverse for inverse in inverses if inverse not in in_use]
-        won_bytes = value.bytes - sum(self.values[i].bytes for i in also_saved)
-        if won_bytes <= 0 or not new:
-            return None
-        drop = DroppedValue(
-            name, tuple(new), tuple(self.values[i].name for i in also_saved), won_bytes
-        )
-        read = self.graph.support(available, [self.graph.index[i.target] for i in new])
-        return drop, {self.values[i].name for i in read if available[i] == SAVED}
-
-    def steps(self, saved: frozenset[str]) -> tuple[tuple[str, Step], ...]:
-        """The values that backward computes under a saved set, each with its step."""
-        available = self.graph.available(saved)
-        assert available is not None, "the available is known"
-        used = set(self.graph.support(available, self.graph.needed))
-        return tuple(
-            (self.values[i].name, how if isinstance(how, Inverse) else None)
-            for i, how in available.items()
-            if i in used and how not in (FREE, SAVED)
-        )

@@ -27,15 +27,16 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import UnknownSize
+from mstpass.graph.builder import Builder, UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop, stacked_dim
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.renew_values import CannotRenew, Renewal
+from mstpass.graph.renew_values import CannotRenew
+from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
-from mstpass.partition.reconstruct.rules import CAST, RULES, Inverse, Writer, aten, dtype_of
-from mstpass.torch_internals.graphs import graph_module
+from mstpass.partition.reconstruct.rules import CAST, RULES, Inverse, aten, dtype_of, shape_of
+from mstpass.plans import Reconstructed
 from mstpass.walk import needed_first, walk_once
 
 NARROW, BITS = "narrow", "bits"
@@ -86,31 +87,31 @@ def _low_dtype_of_loop_result(node: fx.Node) -> torch.dtype | None:
     return low_dtype(results[position])
 
 
-def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.Node:
+def encode(builder: Builder, node: fx.Node, value: fx.Node, encoding: str) -> fx.Node:
     """Encode ``value``, the new graph's version of ``node``."""
     if encoding == NARROW:
-        return writer.call(CAST, value, low_dtype(node))
-    *outer, last = writer.shape(value)
+        return builder.call(CAST, value, low_dtype(node))
+    *outer, last = shape_of(builder, value)
     assert isinstance(last, int), "the last dim is a number"
     shape = [*outer, _BITS_PER_BYTE, last // _BITS_PER_BYTE]
-    parts = writer.call(aten.reshape.default, value, shape)
+    parts = builder.call(aten.reshape.default, value, shape)
     packed: fx.Node | None = None
     for k in range(_BITS_PER_BYTE):
-        part = writer.call(aten.select.int, parts, -2, k)
-        part = writer.call(CAST, part, torch.uint8)
-        part = writer.call(aten.mul.Tensor, part, 1 << k)
-        packed = part if packed is None else writer.call(aten.bitwise_or.Tensor, packed, part)
+        part = builder.call(aten.select.int, parts, -2, k)
+        part = builder.call(CAST, part, torch.uint8)
+        part = builder.call(aten.mul.Tensor, part, 1 << k)
+        packed = part if packed is None else builder.call(aten.bitwise_or.Tensor, packed, part)
     assert packed is not None, "the packed value is known"
     return packed
 
 
-def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.Node:
+def decode(builder: Builder, node: fx.Node, packed: fx.Node, encoding: str) -> fx.Node:
     """Compute ``node`` from what ``encode`` returned."""
     if encoding == NARROW:
-        return writer.call(CAST, packed, dtype_of(node))
+        return builder.call(CAST, packed, dtype_of(node))
     value = value_of(packed)
     assert value is not None, "the op gives one tensor"
-    numbers = writer.call(
+    numbers = builder.call(
         torch.ops.prims.iota.default,
         _BITS_PER_BYTE,
         start=0,
@@ -119,23 +120,13 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.
         device=value.device,
         requires_grad=False,
     )
-    bits = writer.call(aten.bitwise_left_shift.Tensor, _ones(writer, value.device), numbers)
-    column = writer.call(aten.unsqueeze.default, bits, 1)
-    rows = writer.call(aten.unsqueeze.default, packed, -2)
-    parts = writer.call(aten.bitwise_and.Tensor, rows, column)
-    mask = writer.call(aten.ne.Scalar, parts, 0)
-    return writer.call(aten.reshape.default, mask, writer.shape(node))
-
-
-def _ones(writer: Writer, device: torch.device) -> fx.Node:
-    return writer.call(
-        aten.full.default,
-        [_BITS_PER_BYTE],
-        1,
-        dtype=torch.uint8,
-        device=device,
-        pin_memory=False,
-    )
+    ones = builder.filled([_BITS_PER_BYTE], 1, value)
+    bits = builder.call(aten.bitwise_left_shift.Tensor, ones, numbers)
+    column = builder.call(aten.unsqueeze.default, bits, 1)
+    rows = builder.call(aten.unsqueeze.default, packed, -2)
+    parts = builder.call(aten.bitwise_and.Tensor, rows, column)
+    mask = builder.call(aten.ne.Scalar, parts, 0)
+    return builder.call(aten.reshape.default, mask, shape_of(builder, node))
 
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
@@ -152,11 +143,13 @@ class Rewritten:
     Attributes:
         saved: names of its nodes to save.
         read: the new nodes that backward reads in the place of others, by the names of these.
+        done: what was done to which value, for the report.
     """
 
     joint: JointGraph
     saved: frozenset[str]
     read: Mapping[str, str]
+    done: tuple[Reconstructed, ...] = ()
 
 
 def rewrite(
@@ -173,28 +166,27 @@ def rewrite(
             another layout than a loop's body expects, or a value whose recorded type is not that
             of its op.
     """
-    writing = _Rewriting(joint, dict(decision.steps), encodings, named)
+    writing = _Writing(Rewriting(joint), dict(decision.steps), encodings, named)
     try:
         return writing.run(decision.saved)
     except (UnknownSize, CannotRenew) as error:
         raise CannotWrite(str(error)) from error
 
 
-class _Rewriting:
-    """One new graph. Nodes of the joint graph are keys; nodes of the new graph are values."""
+class _Writing:
+    """Writes what the backward of one copy of a joint graph reads."""
 
     def __init__(
         self,
-        joint: JointGraph,
+        rewriting: Rewriting,
         steps: Mapping[str, Step],
         encodings: Mapping[str, str],
         named: Container[str],
     ):
-        self.joint, self.encodings, self.named = joint, encodings, named
-        self.graph = fx.Graph()
-        self.writer = Writer(self.graph, joint.nodes)
-        self.renewal = Renewal(self.graph)
-        self.copied: dict[fx.Node, fx.Node] = {}
+        self.rewriting, self.joint = rewriting, rewriting.joint
+        self.encodings, self.named = encodings, named
+        self.builder = rewriting.builder
+        self.builder.name = "mst_again"
         self.encoded: dict[fx.Node, fx.Node] = {}
         self.in_backward: dict[fx.Node, fx.Node] = {}  # where backward reads a new node
         self.steps = self._changed_steps(steps)
@@ -220,69 +212,44 @@ class _Rewriting:
         return any(n in changed or n.name in self.encodings for n in read)
 
     def run(self, saved: frozenset[str]) -> Rewritten:
-        joint = self.joint
-        # All forward values first, in their order: new nodes may read any of them.
-        backward = [n for n in joint.nodes if n in joint.backward and n.op != "placeholder"]
-        for node in joint.nodes:
-            if node is joint.output or (node in joint.backward and node.op != "placeholder"):
-                continue
-            self._copy(node, self.copied)
-            if node.name in self.encodings:  # at once: the values it is made from may be freed
-                encoding = self.encodings[node.name]
-                self.encoded[node] = encode(self.writer, node, self.copied[node], encoding)
-        for node in backward:
-            if node is not joint.output:
-                self._copy(node, {n: self._read(n) for n in node.all_input_nodes})
-        self._write_output(joint.output)
-        module = graph_module(joint.module, self.graph)
-        module.meta = dict(joint.module.meta)
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
+        joint, graph = self.joint, self.rewriting.graph
+        for name, encoding in self.encodings.items():
+            node = joint.by_name[name]
+            with graph.inserting_before(node.next):  # the values it is made from may be freed
+                self.encoded[node] = encode(self.builder, node, node, encoding)
+        count = joint.num_fwd_outputs
+        results: Any = joint.output.args[0]
+        with graph.inserting_before(joint.output):  # in the end, each comes before its readers
+            for node in joint.nodes:
+                for operand in node.all_input_nodes if node in joint.backward else ():
+                    if (new := self._read(operand)) is not operand:
+                        node.replace_input_with(operand, new)
+            gradients = fx.map_arg(tuple(results[count:]), self._read)
+        joint.output.args = ((*results[:count], *gradients),)
         names = {self._saved_node(joint.by_name[name]).name for name in saved}
-        return Rewritten(
-            JointGraph(module, joint.num_fwd_outputs),
-            frozenset(names),
-            {old.name: new.name for old, new in self.in_backward.items()},
-        )
+        read = {old.name: new.name for old, new in self.in_backward.items()}
+        return Rewritten(self.rewriting.finished(reorder=True), frozenset(names), read)
 
     def _saved_node(self, node: fx.Node) -> fx.Node:
-        """The new graph's node to save for a saved value: encoded, if backward decodes it."""
-        decoded = node in self.encoded and node in self.in_backward
-        return (self.encoded if decoded else self.copied)[node]
-
-    def _copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> None:
-        built = self.graph.node_copy(node, operands.__getitem__)
-        self.copied[node] = built
-        self.renewal.renew(built)
-        self.writer.sizes.learn(built)
-
-    def _write_output(self, output: fx.Node) -> None:
-        results = output.args[0]
-        assert isinstance(results, tuple | list), "the results are a list"
-        count = self.joint.num_fwd_outputs
-        forward = fx.map_arg(tuple(results[:count]), self.copied.__getitem__)
-        backward = fx.map_arg(
-            tuple(results[count:]), lambda n: self.renewal.with_layout_of(self._read(n), n)
-        )
-        built = self.graph.output((*forward, *backward))
-        built.meta = dict(output.meta)
+        """The node to save for a saved value: encoded, if backward decodes it."""
+        return self.encoded[node] if node in self.encoded and node in self.in_backward else node
 
     def _read(self, node: fx.Node) -> fx.Node:
-        """The node that backward reads for a node of the joint graph; written when first read."""
+        """The node that backward reads for another; written when first read."""
         for one in needed_first(node, self._written_for, self.in_backward):
             if self._is_encoded(one):
                 encoding = self.encodings[one.name]
-                self.in_backward[one] = decode(self.writer, one, self.encoded[one], encoding)
+                self.in_backward[one] = decode(self.builder, one, self.encoded[one], encoding)
             elif one in self.steps:
                 self.in_backward[one] = self._write(one, self.steps[one])
                 self._check(one)
             else:
                 break
-            self.renewal.replaced(one, self.in_backward[one])
+            self.rewriting.renewal.replaced(one, self.in_backward[one])
         return self._known(node)
 
     def _known(self, node: fx.Node) -> fx.Node:
-        return self.in_backward[node] if node in self.in_backward else self.copied[node]
+        return self.in_backward.get(node, node)
 
     def _is_encoded(self, node: fx.Node) -> bool:
         return node.name in self.encodings and node not in self.joint.backward
@@ -300,14 +267,14 @@ class _Rewriting:
         """Compute a value anew: by an inverse, or by its own op from what backward reads."""
         if isinstance(step, Inverse):
             op = self.joint.by_name[step.op]
-            return RULES[step.rule].write(self.writer, op, node, self._known)
+            return RULES[step.rule].write(self.builder, op, node, self._known)
         operands = {n: self._known(n) for n in node.all_input_nodes}
         if any(n.op == "get_attr" for n in operands):
             return self._write_loop(node, operands)
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         # A reconstructed operand may have another layout than the original: a view may need a copy.
         target = aten.reshape.default if node.target is aten.view.default else node.target
-        built = self.writer.call(target, *args, **kwargs)
+        built = self.builder.call(target, *args, **kwargs)
         built.meta.update({key: node.meta[key] for key in _COPIED_META if key in node.meta})
         built.meta.update(policy_meta(node))  # only a policy lets backward sort again, for example
         return built
@@ -320,7 +287,7 @@ class _Rewriting:
                 raise CannotWrite(
                     f"{node.name} reads {old.name}, whose reconstruction has other strides"
                 )
-        return self.writer.copy(node, operands.__getitem__)
+        return self.builder.copy(node, operands.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
         old, new = value_of(node), value_of(self.in_backward[node])

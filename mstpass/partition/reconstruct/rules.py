@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, fake_mode_of
+from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules.arguments import ints
@@ -78,24 +78,6 @@ class Inverse:
     magnifies: bool = False
 
 
-class Writer(Builder):
-    """A ``Builder`` that can write shapes as arguments of ops, also symbolic ones."""
-
-    def __init__(self, graph: fx.Graph, like: Iterable[fx.Node]):
-        super().__init__(graph, fake_mode_of(like), "mst_again")
-        self.sizes = SizeNodes(self)
-
-    def shape(self, node: fx.Node) -> list[int | fx.Node]:
-        """The node's shape as an op's argument.
-
-        Raises:
-            UnknownSize: a symbolic size that no node of the graph holds.
-        """
-        value = value_of(node)
-        assert value is not None, "the op gives one tensor"
-        return self.sizes.arguments(value.shape)
-
-
 Operand = fx.Node | float
 Read = Callable[[fx.Node], fx.Node]
 
@@ -112,16 +94,16 @@ def _of_sum(node: fx.Node) -> Iterator[Inverse]:
         yield Inverse(target.name, sources, node.name, "sum", TOLERANT, bound, magnifies=True)
 
 
-def _write_sum(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+def _write_sum(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     a, b = op.args[:2]
     other = _read(read, b if target is a else a)
     if op.target is aten.add.Tensor:
-        found = writer.call(aten.sub.Tensor, read(op), other)
+        found = builder.call(aten.sub.Tensor, read(op), other)
     elif target is a:
-        found = writer.call(aten.add.Tensor, read(op), other)
+        found = builder.call(aten.add.Tensor, read(op), other)
     else:
-        found = writer.call(aten.sub.Tensor, other, read(op))
-    return _cast_to(writer, found, dtype_of(target))
+        found = builder.call(aten.sub.Tensor, other, read(op))
+    return _cast_to(builder, found, dtype_of(target))
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -172,10 +154,10 @@ def _through_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def _write_product(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+def _write_product(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     a, b = op.args[:2]
-    found = writer.call(aten.div.Tensor, read(op), _read(read, b if target is a else a))
-    return _cast_to(writer, found, dtype_of(target))
+    found = builder.call(aten.div.Tensor, read(op), _read(read, b if target is a else a))
+    return _cast_to(builder, found, dtype_of(target))
 
 
 def _of_quotient(node: fx.Node) -> Iterator[Inverse]:
@@ -185,9 +167,9 @@ def _of_quotient(node: fx.Node) -> Iterator[Inverse]:
         yield Inverse(_names(dividend)[0], sources, node.name, "quotient", TOLERANT, bound)
 
 
-def _write_quotient(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
-    found = writer.call(aten.mul.Tensor, read(op), _read(read, op.args[1]))
-    return _cast_to(writer, found, dtype_of(target))
+def _write_quotient(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    found = builder.call(aten.mul.Tensor, read(op), _read(read, op.args[1]))
+    return _cast_to(builder, found, dtype_of(target))
 
 
 # ---- views, copies and casts ---------------------------------------------------------------------
@@ -198,13 +180,13 @@ def _exact(rule: str) -> Callable[[fx.Node], Iterator[Inverse]]:
     return of
 
 
-def _write_view(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
-    return writer.call(aten.reshape.default, read(op), writer.shape(target))
+def _write_view(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    return builder.call(aten.reshape.default, read(op), shape_of(builder, target))
 
 
-def _write_permute(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+def _write_permute(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     order = _permutation(op)
-    return writer.call(aten.permute.default, read(op), [order.index(d) for d in range(len(order))])
+    return builder.call(aten.permute.default, read(op), [order.index(d) for d in range(len(order))])
 
 
 def _permutation(op: fx.Node) -> list[int]:
@@ -217,7 +199,7 @@ def _permutation(op: fx.Node) -> list[int]:
     return dims
 
 
-def _write_copy(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+def _write_copy(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     return read(op)
 
 
@@ -233,8 +215,8 @@ def _of_cast(node: fx.Node) -> Iterator[Inverse]:
         yield dataclasses.replace(exact, grade=TOLERANT, bound=bound, coarse=True)
 
 
-def _write_cast(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
-    return writer.call(CAST, read(op), dtype_of(target))
+def _write_cast(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    return builder.call(CAST, read(op), dtype_of(target))
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -243,13 +225,13 @@ class Rule(NamedTuple):
 
     Attributes:
         of: the inverses of one node of its ops.
-        write: ``write(writer, op, target, read)`` adds the nodes that compute the target, and
+        write: ``write(builder, op, target, read)`` adds the nodes that compute the target, and
             returns the last of them; ``read`` gives the node that backward reads for a forward
             node.
     """
 
     of: Callable[[fx.Node], Iterator[Inverse]]
-    write: Callable[[Writer, fx.Node, fx.Node, Read], fx.Node]
+    write: Callable[[Builder, fx.Node, fx.Node, Read], fx.Node]
 
 
 RULES: Mapping[str, Rule] = {
@@ -325,9 +307,20 @@ def _unit_roundoff(node: fx.Node) -> str:
     return f"2^{round(math.log2(torch.finfo(dtype).eps)) - 1}"
 
 
+def shape_of(builder: Builder, node: fx.Node) -> list[int | fx.Node]:
+    """The node's shape as an op's argument.
+
+    Raises:
+        UnknownSize: a symbolic size that no input of the graph holds.
+    """
+    value = value_of(node)
+    assert value is not None, "the op gives one tensor"
+    return SizeNodes.of_inputs(builder).arguments(value.shape)
+
+
 def _read(read: Read, operand: object) -> object:
     return read(operand) if isinstance(operand, fx.Node) else operand
 
 
-def _cast_to(writer: Writer, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-    return node if dtype_of(node) == dtype else writer.call(CAST, node, dtype)
+def _cast_to(builder: Builder, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    return node if dtype_of(node) == dtype else builder.call(CAST, node, dtype)
