@@ -16,7 +16,7 @@ from mstpass.loops.candidate_modes import (
     may_have_blocks,
 )
 from mstpass.normalize import FOR_SECTIONS, normalized
-from mstpass.normalize.left_out import NOTHING, LeftOut
+from mstpass.normalize.convolutions_as_products import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import TORCH_BUDGET

@@ -36,7 +36,7 @@ from mstpass.limit import Limit, simulated_limit
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_ops import StepMemory
 from mstpass.normalize import MASKS, READ
-from mstpass.normalize.left_out import NOTHING
+from mstpass.normalize.convolutions_as_products import NOTHING
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.solve import BudgetError, infeasible, missed_budgets

@@ -18,7 +18,7 @@ from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
 from mstpass.loops import candidate_modes
 from mstpass.loops.body import build
-from mstpass.normalize.inputs_before_writes import overwritten_inputs
+from mstpass.normalize.plain_values import overwritten_inputs
 from mstpass.options import Options
 from mstpass.partition import reconstruct
 from mstpass.passes import runner

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mstpass.fuzz.case import Case
 from mstpass.graph.joint import JointGraph
-from mstpass.normalize.inputs_before_writes import as_copies, inputs_before_writes
+from mstpass.normalize.plain_values import as_copies, inputs_before_writes
 from tests.checks import compiled, joint_graph
 from tests.test_fuzz_findings import held
 

@@ -14,7 +14,7 @@ from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.sections import sections_of
 from mstpass.normalize import normalized
-from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
+from mstpass.normalize.sums_over_tokens import row_sums_of_gradients
 from mstpass.passes.runner import PassRunner
 from mstpass.problem.problem import FUSED, MIXED
 from mstpass.regions.detect import find_regions

@@ -35,35 +35,27 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from mstpass.graph.own_ops import own_op
 from mstpass.torch_internals.attention_blocks import (
     Window,
     attend_block,
     gradients_of_block,
     takes_window,
 )
-from mstpass.torch_internals.graphs import OpOverload
 
 # Of the backward, in a block that all rows see: at least so many, and so many for each row. The
 # gradients of a block's keys exist beside their sums; each block's part of the gradient of the
 # queries is added up in memory.
 KEYS, KEYS_OF_ROW = 2048, 4
 
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
 _HOW = (
     "Tensor? attn_mask, SymInt start, SymInt length, bool is_causal, SymInt left, SymInt right, "
     "float scale"
 )
 _SAVED = "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp"
-_LIBRARY.define(
-    f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}, bool column) -> (Tensor, Tensor)"
-)
 _BACKWARD = f"{_SAVED}, {_HOW}, bool overlaps"
-_LIBRARY.define(f"attend_rows_backward({_BACKWARD}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"add_attend_rows_backward_(Tensor(a!) of_key, Tensor(b!) of_value, {_BACKWARD}) -> Tensor"
-)
 
 
 class _Block(NamedTuple):
@@ -279,39 +271,31 @@ def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return _like_rows(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=wide)
 
 
-_LIBRARY.impl("attend_rows", _attend_rows, "CompositeExplicitAutograd")
-_LIBRARY.impl("attend_rows_backward", _attend_rows_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("add_attend_rows_backward_", _add_backward, "CompositeExplicitAutograd")
-
-
-@library.register_fake("mstpass::attend_rows", lib=_LIBRARY)
-def _(
-    query: Tensor, key: Tensor, value: Tensor, *how: Tensor | float | None
-) -> tuple[Tensor, Tensor]:
+def _fake_rows(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     result, log_sums = _empty_results(query, value)
     return result, log_sums.unsqueeze(-1) if how[-1] else log_sums
 
 
-@library.register_fake("mstpass::attend_rows_backward", lib=_LIBRARY)
-def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor | float | None
+def _fake_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_keys = key.new_empty(key.shape)
-    return _like_rows(query, query.shape[-1]), of_keys, value.new_empty(value.shape)
+    of_keys, of_values = (x.new_empty(x.shape) for x in (key, value))
+    return _like_rows(query, query.shape[-1]), of_keys, of_values
 
 
-@library.register_fake("mstpass::add_attend_rows_backward_", lib=_LIBRARY)
-def _(
-    of_key: Tensor,
-    of_value: Tensor,
-    grad_out: Tensor,
-    query: Tensor,
-    *saved: Tensor | float | None,
-) -> Tensor:
-    return _like_rows(query, query.shape[-1])
-
-
-attend_rows: OpOverload = torch.ops.mstpass.attend_rows.default
-attend_rows_backward: OpOverload = torch.ops.mstpass.attend_rows_backward.default
-add_attend_rows_backward_: OpOverload = torch.ops.mstpass.add_attend_rows_backward_.default
+attend_rows = own_op(
+    f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}, bool column) -> (Tensor, Tensor)",
+    _attend_rows,
+    _fake_rows,
+)
+attend_rows_backward = own_op(
+    f"attend_rows_backward({_BACKWARD}) -> (Tensor, Tensor, Tensor)",
+    _attend_rows_backward,
+    _fake_gradients,
+)
+add_attend_rows_backward_ = own_op(
+    f"add_attend_rows_backward_(Tensor(a!) of_key, Tensor(b!) of_value, {_BACKWARD}) -> Tensor",
+    _add_backward,
+    lambda of_key, of_value, grad_out, query, *saved: _like_rows(query, query.shape[-1]),
+)
 ROW_OPS = (attend_rows, attend_rows_backward, add_attend_rows_backward_)

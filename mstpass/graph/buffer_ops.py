@@ -18,22 +18,17 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import Tensor, fx, library
+from torch import Tensor, fx
 
 from mstpass.graph import ops
 from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
+from mstpass.graph.own_ops import own_op
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals import host_copy_ops
-from mstpass.torch_internals.graphs import OpOverload
 from mstpass.torch_internals.inductor import call_as_it_is, call_with_aligned_result
 
 aten = torch.ops.aten
-
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
-_LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, SymInt chunk) -> ()")
-_LIBRARY.define("counter(SymInt value) -> Tensor")
-_LIBRARY.define("done(Tensor counter) -> Tensor")
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
@@ -48,22 +43,17 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
         add(out, left.to(out.dtype), right.to(out.dtype), beta=beta, out=out)
 
 
-def _counter(value: int) -> Tensor:
-    return torch.full([], value, dtype=torch.int64)
-
-
-for _name, _run, _fake in (
-    ("add_product_", _add_product, lambda total, left, right, chunk: None),
-    ("counter", _counter, lambda value: torch.empty([], dtype=torch.int64)),
-    ("done", torch.clone, torch.empty_like),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    library.register_fake(f"mstpass::{_name}", _fake, lib=_LIBRARY)
-
-
-add_product_: OpOverload = torch.ops.mstpass.add_product_.default
-counter: OpOverload = torch.ops.mstpass.counter.default
-done: OpOverload = torch.ops.mstpass.done.default
+add_product_ = own_op(
+    "add_product_(Tensor(a!) total, Tensor left, Tensor right, SymInt chunk) -> ()",
+    _add_product,
+    lambda *_: None,
+)
+counter = own_op(
+    "counter(SymInt value) -> Tensor",
+    lambda value: torch.full([], value, dtype=torch.int64),
+    lambda value: torch.empty([], dtype=torch.int64),
+)
+done = own_op("done(Tensor counter) -> Tensor", torch.clone, torch.empty_like)
 
 
 def call_buffer_ops_as_they_are() -> None:

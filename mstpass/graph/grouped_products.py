@@ -24,23 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from mstpass.torch_internals.graphs import OpOverload
-
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
-_LIBRARY.define(
-    "grouped_rows(Tensor rows, Tensor weights, Tensor positions, Tensor ends) -> Tensor"
-)
-_LIBRARY.define(
-    "grouped_sums(Tensor left, Tensor right, Tensor positions, Tensor ends, ScalarType dtype)"
-    " -> Tensor"
-)
-_LIBRARY.define(
-    "add_grouped_(Tensor(a!) total, Tensor left, Tensor right, Tensor positions, Tensor ends, "
-    "SymInt chunk) -> ()"
-)
+from mstpass.graph.own_ops import own_op
 
 
 def _grouped_rows(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
@@ -100,31 +87,23 @@ def _groups(positions: Tensor, ends: Tensor) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
-_LIBRARY.impl("grouped_rows", _grouped_rows, "CompositeExplicitAutograd")
-_LIBRARY.impl("grouped_sums", _grouped_sums, "CompositeExplicitAutograd")
-_LIBRARY.impl("add_grouped_", _add_grouped, "CompositeExplicitAutograd")
-
-
-@library.register_fake("mstpass::grouped_rows", lib=_LIBRARY)
-def _(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
-
-
-@library.register_fake("mstpass::grouped_sums", lib=_LIBRARY)
-def _(left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    return right.new_empty(ends.shape[0], left.shape[0], right.shape[1], dtype=dtype)
-
-
-@library.register_fake("mstpass::add_grouped_", lib=_LIBRARY)
-def _(
-    total: Tensor, left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, chunk: int
-) -> None:
-    return None
-
-
-grouped_rows: OpOverload = torch.ops.mstpass.grouped_rows.default
-grouped_sums: OpOverload = torch.ops.mstpass.grouped_sums.default
-add_grouped_: OpOverload = torch.ops.mstpass.add_grouped_.default
-
-
+grouped_rows = own_op(
+    "grouped_rows(Tensor rows, Tensor weights, Tensor positions, Tensor ends) -> Tensor",
+    _grouped_rows,
+    lambda rows, weights, positions, ends: rows.new_empty(rows.shape[0], weights.shape[2]),
+)
+grouped_sums = own_op(
+    "grouped_sums(Tensor left, Tensor right, Tensor positions, Tensor ends, ScalarType dtype)"
+    " -> Tensor",
+    _grouped_sums,
+    lambda left, right, positions, ends, dtype: right.new_empty(
+        ends.shape[0], left.shape[0], right.shape[1], dtype=dtype
+    ),
+)
+add_grouped_ = own_op(
+    "add_grouped_(Tensor(a!) total, Tensor left, Tensor right, Tensor positions, Tensor ends, "
+    "SymInt chunk) -> ()",
+    _add_grouped,
+    lambda *_: None,
+)
 GROUPED_OPS = (grouped_rows, grouped_sums, add_grouped_)

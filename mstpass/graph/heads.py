@@ -336,18 +336,14 @@ def _bounds(node: fx.Node, dim: int) -> list[int]:
     """First and last element, exclusive, of the part that a slice takes or puts."""
     value = value_of(tensor_inputs(node)[0])
     assert value is not None, "the op gives one tensor"
-    whole = generic(value.shape[dim])
-    given = (argument(node, "start"), argument(node, "end"))
-    start, stop = (_place(bound, whole) for bound in given)
-    return [start or 0, whole if stop is None else stop]
+    given = (bound_of(argument(node, name)) for name in ("start", "end"))
+    return [*slice(*given).indices(generic(value.shape[dim]))[:2]]
 
 
-def _place(bound: Any, whole: int) -> int | None:
-    """A bound counted from the first element; negative ones count from the end."""
-    if bound is None:
-        return None
-    number = generic(bound.meta["val"] if isinstance(bound, fx.Node) else bound)
-    return int(min(whole, max(0, number + whole if number < 0 else number)))
+def bound_of(argument: Any) -> int | None:
+    """A bound of a slice, at the generic point; None if none is given."""
+    value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+    return None if value is None else generic(value)
 
 
 def _rank(node: fx.Node) -> int:

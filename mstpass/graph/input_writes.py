@@ -7,7 +7,7 @@ where it is written.
 
 A partitioner that saves an input and recomputes from it in the backward reads the new value there.
 So everything but the write reads the old value through ``BEFORE_WRITE``
-(normalize/inputs_before_writes.py). That op is pinned: backward cannot repeat it.
+(normalize/plain_values.py). That op is pinned: backward cannot repeat it.
 
 ``unproven_write`` names the first write that has another form. torch's own partitioner splits its
 graph:
@@ -23,17 +23,14 @@ Source: ``create_functionalized_fn`` in torch/_functorch/_aot_autograd/graph_cap
 from __future__ import annotations
 
 import torch
-from torch import fx, library
+from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent
+from mstpass.graph.own_ops import own_op
 from mstpass.walk import walk
 
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
-_LIBRARY.define("before_write(Tensor x) -> Tensor")
-_LIBRARY.impl("before_write", lambda x: x.clone(), "CompositeExplicitAutograd")
-
-BEFORE_WRITE = torch.ops.mstpass.before_write.default
+BEFORE_WRITE = own_op("before_write(Tensor x) -> Tensor", torch.clone, torch.clone)
 
 
 def is_input_write(node: fx.Node) -> bool:

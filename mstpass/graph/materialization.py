@@ -9,13 +9,12 @@ Inductor's words).
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx, library
+from torch import Tensor, fx
 
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.node_copies import copy_name
+from mstpass.graph.own_ops import own_op
 from mstpass.torch_internals.inductor import write_to_memory
-
-_LIBRARY = library.Library("mstpass", "DEF")
 
 
 def _written(x: Tensor) -> Tensor:
@@ -32,10 +31,7 @@ def _written(x: Tensor) -> Tensor:
     return result
 
 
-_LIBRARY.define("realize(Tensor x) -> Tensor")
-_LIBRARY.impl("realize", _written, "CompositeExplicitAutograd")
-
-REALIZE = torch.ops.mstpass.realize.default
+REALIZE = own_op("realize(Tensor x) -> Tensor", _written, _written)
 
 
 def materialize(value: fx.Node) -> fx.Node:

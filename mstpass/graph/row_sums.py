@@ -11,7 +11,7 @@ row and m = max(x), a sum (or mean) over the last dim is replaced if it has one 
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
 
 A factor that is constant along the row is multiplied with the sum of the rest, whatever that is. In
-the joint graph (normalize/row_sums_of_gradients.py), a factor of the forward becomes a weight of
+the joint graph (normalize/sums_over_tokens.py), a factor of the forward becomes a weight of
 the sum, ``sum(r w) = r sum(w)``, and the sum of a value of the forward is found there.
 
 The first four give the row sum of the gradient that enters a log-softmax, under cross-entropy with

@@ -262,7 +262,7 @@ def _value(facts: RegionFacts, node: fx.Node, names: Set[str], may_recompute: Se
 #
 # In the backward of a block the loop over queries reads the gradient of the block's output, and
 # returns that of its input as far as it is known then; the next loop reads this, and returns the
-# whole one (normalize/gradients_in_parts.py). All three have the same rows, and each has one
+# whole one (normalize/for_heads.py). All three have the same rows, and each has one
 # reader.
 def with_results_over_operands(facts: RegionFacts, loops: Sequence[LoopPlan]) -> list[LoopPlan]:
     """The loops, with the operands that stacked results of the backward are written over."""

@@ -33,7 +33,7 @@ gradients_in_parts     a norm's gradient by the keys, apart from that by the que
 
 Three more are applied before, to every graph: ordinary_tensors (zeros without memory become tensors
 that a loop can read), inputs_before_writes and masks_as_flags, by which a mask of attention that
-follows from positions becomes a flag of its kernel (write_attention.py). Those that compute values
+follows from positions becomes a flag of its kernel (masks_as_flags.py). Those that compute values
 for other tokens than the graph does share one evaluator (partial.py).
 """
 
@@ -45,27 +45,35 @@ from collections.abc import Callable
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
-from mstpass.normalize.convolutions_as_products import convolutions_as_products
+from mstpass.normalize.convolutions_as_products import NOTHING, LeftOut, convolutions_as_products
 from mstpass.normalize.few_per_row import gathers_as_sums, scattered_gradients_as_choices
-from mstpass.normalize.for_heads import bias_after_product, products_by_section, unused_random_state
-from mstpass.normalize.gradients_in_parts import gradients_in_parts
+from mstpass.normalize.for_heads import (
+    bias_after_product,
+    gradients_in_parts,
+    products_by_section,
+    unused_random_state,
+)
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.indexing import index_by_token, items_as_slices, selections_as_rows
-from mstpass.normalize.inputs_before_writes import inputs_before_writes, overwritten_inputs
 from mstpass.normalize.join_windows import join_products, join_windows
-from mstpass.normalize.left_out import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.operands import expand_to_rows, expand_to_tokens, values_by_axis
 from mstpass.normalize.plain_values import (
     assertions_of_sizes,
+    inputs_before_writes,
     ordinary_tensors,
+    overwritten_inputs,
     scattered_constants,
     sizes_from_inputs,
 )
-from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.normalize.sink_token_slices import sink_slices
-from mstpass.normalize.sums_over_tokens import local_sums, means_as_sums, variances_as_sums
+from mstpass.normalize.sums_over_tokens import (
+    local_sums,
+    means_as_sums,
+    row_sums_of_gradients,
+    variances_as_sums,
+)
 from mstpass.normalize.unstack import unstack
 from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner

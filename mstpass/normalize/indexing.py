@@ -167,10 +167,14 @@ def _column(builder: Builder, node: fx.Node) -> fx.Node:
     if index.meta["val"].dtype != torch.int64:
         cast = torch.ops.prims.convert_element_type.default
         index = builder.call(cast, index, torch.int64)
+    return builder.call(aten.unsqueeze.default, _from_start(builder, index, width), 1)
+
+
+def _from_start(builder: Builder, index: fx.Node, size: Any) -> fx.Node:
+    """An index that may count from the end, counted from the start."""
     from_end = builder.call(aten.lt.Scalar, index, 0)
-    shifted = builder.call(aten.add.Tensor, index, width)
-    index = builder.call(aten.where.self, from_end, shifted, index)
-    return builder.call(aten.unsqueeze.default, index, 1)
+    shifted = builder.call(aten.add.Tensor, index, size)
+    return builder.call(aten.where.self, from_end, shifted, index)
 
 
 def _by_token(rewriting: Rewriting, node: fx.Node) -> fx.Node:
@@ -320,9 +324,7 @@ class _Writer:
             number = index
             if len(grid) > 1:
                 (length,) = self.sizes.arguments([size])
-                from_end = self.builder.call(aten.lt.Scalar, index, 0)
-                shifted = self.builder.call(aten.add.Tensor, index, length)
-                number = self.builder.call(aten.where.self, from_end, shifted, index)
+                number = _from_start(self.builder, index, length)
             if rows is None:
                 rows = number
             else:

@@ -33,7 +33,8 @@ from mstpass.normalize.token_window import (
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
-WRITERS = (aten.cat.default, *SCATTERS)
+CATS = (aten.cat.default, aten.stack.default)
+WRITERS = (*CATS, *SCATTERS)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MEANS = (aten.mean.dim,)
 
@@ -143,11 +144,10 @@ def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
     """The parts that an op writes side by side, or into zeros; None if it writes no parts."""
     if node.target not in WRITERS or sum(map(generic, parts.sizes)) != _size(node, parts.dim):
         return None
-    if node.target is aten.cat.default:
-        (dim,) = dims_of(node, len(shape_of(node)), "dim")
-        pieces: Any = node.args[0]
-        sizes = tuple(shape_of(piece)[dim] for piece in pieces) if dim == parts.dim else ()
-        return dict(enumerate(pieces)) if Parts(dim, sizes).fits(parts) else None
+    if node.target in CATS:
+        own, pieces = _parts_of_cat(node), node.args[0]
+        fits = own.dim == parts.dim and own.fits(parts)
+        return dict(enumerate(pieces)) if fits else None  # type: ignore[arg-type]
     number = _part_at(node, parts) if is_zero(node.args[0]) else None
     return None if number is None else {number: scattered_source(node)}
 

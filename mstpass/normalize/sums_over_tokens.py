@@ -1,4 +1,6 @@
-"""Means, variances and softmaxes over tokens, written as sums, which chunks can add up.
+"""Sums that loops over tokens, or over sections of the vocabulary, can make of their chunks.
+
+Means, variances and softmaxes over tokens are written as sums, which chunks can add up.
 
 ``means_as_sums``: a mean is a sum divided by the number of tokens.
 
@@ -32,6 +34,19 @@ exists only in chunks. The same sum, with the rank's own maximum::
 
 needs x no later than m. A row that is ``-inf`` everywhere has s = 0 as before. The new form rounds
 otherwise, within a few units of the last place.
+
+``row_sums_of_gradients``: the sum of a gradient over a row of the vocabulary is made of sums that
+the forward knows.
+
+The gradient of a log-softmax reads the sum of each row of the gradient that enters it. Let that
+gradient be a sum of products, each of a factor r with one element per row, which the backward
+brings, and a value w that only depends on the forward::
+
+    sum over v of (r1 w1[v] + r2 w2[v] + ...)  =  r1 sum(w1) + r2 sum(w2) + ...
+
+The sums of w are found where the forward has the row at hand. What is left reads one number per
+row, so that a loop over sections of the vocabulary needs no other section (loops/sections.py). Some
+sums have a closed form (graph/row_sums.py): that of a label's gradient is its one element.
 """
 
 from __future__ import annotations
@@ -45,10 +60,10 @@ import torch
 from torch import fx
 
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
-from mstpass.graph.row_sums import exponents
-from mstpass.graph.sizes import same_shape
+from mstpass.graph.row_sums import exponents, sum_of_row
+from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.token_window import downstream
@@ -59,6 +74,7 @@ from mstpass.torch_internals.graphs import schema_of
 aten = torch.ops.aten
 prims = torch.ops.prims
 _MEANS = (aten.mean.default, aten.mean.dim)
+_VARIANCES = (aten.var.correction, aten.var_mean.correction)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -68,21 +84,7 @@ def means_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such mean.
     """
-    return rewritten(joint, _means_over_tokens(joint), _replace_by_sum)
-
-
-def _means_over_tokens(joint: JointGraph) -> Iterator[fx.Node]:
-    """The means of wide values downstream of an anchor over all tokens, perhaps also other dims."""
-    known = joint.cached(downstream)
-    for node in joint.nodes:
-        if node.target not in _MEANS or node in known:
-            continue
-        (source,) = node.all_input_nodes
-        if source in known:
-            spec, anchor = known[source]
-            over_all_tokens = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
-            if over_all_tokens and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
-                yield node
+    return rewritten(joint, _over_tokens(joint, _MEANS), _replace_by_sum)
 
 
 def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
@@ -107,21 +109,20 @@ def variances_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such variance.
     """
-    found = (node for node in joint.nodes if _is_over_tokens(joint, node))
-    return rewritten(joint, found, _replace)
+    return rewritten(joint, _over_tokens(joint, _VARIANCES), _replace)
 
 
-def _is_over_tokens(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node is the variance of a wide value over all tokens, perhaps with its mean."""
-    if node.target not in (aten.var.correction, aten.var_mean.correction):
-        return False
-    (source,) = node.all_input_nodes
+def _over_tokens(joint: JointGraph, targets: tuple[Any, ...]) -> Iterator[fx.Node]:
+    """The reductions of wide values downstream of an anchor over all tokens, perhaps also other
+    dims."""
     known = joint.cached(downstream)
-    if source not in known:
-        return False
-    spec, anchor = known[source]
-    dims = reduced_dims(node, source.meta["val"].dim())
-    return set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor))
+    for node in joint.nodes:
+        source = node.all_input_nodes[0] if node.target in targets else None
+        if source in known:
+            spec, anchor = known[source]
+            dims = reduced_dims(node, source.meta["val"].dim())
+            if set(spec) <= set(dims) and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
+                yield node
 
 
 def _replace(rewriting: Rewriting, node: fx.Node) -> fx.Node | None:
@@ -215,3 +216,35 @@ def _own_sum(rewriting: Rewriting, old: fx.Node) -> fx.Node:
     scale = call(aten.exp.default, call(aten.sub.Tensor, own, maximum))
     empty = call(aten.eq.Scalar, own, float("-inf"))
     return call(aten.where.self, empty, zero, call(aten.mul.Tensor, total, scale))
+
+
+def row_sums_of_gradients(joint: JointGraph) -> Rewritten:
+    """A copy of the graph with such sums; the graph itself if it has none."""
+    return rewritten(joint, (n for n in joint.nodes if _is_row_sum(joint, n)), _by_terms)
+
+
+def _by_terms(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    (source,) = node.all_input_nodes
+    total = sum_of_row(rewriting.builder, source, rewriting.joint.backward)
+    if argument(node, "keepdim"):
+        return total
+    return rewriting.builder.call(aten.squeeze.dim, total, source.meta["val"].dim() - 1)
+
+
+def _is_row_sum(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether the node sums the rows of a gradient that a product of the forward leads to."""
+    if node.target is not aten.sum.dim_IntList or node not in joint.backward or node.kwargs:
+        return False
+    known = joint.cached(downstream)
+    (source,) = node.all_input_nodes
+    value, dims = value_of(source), node.args[1]
+    if value is None or value.dim() < 2 or not isinstance(dims, list | tuple):
+        return False
+    last = value.dim() - 1
+    if [d % value.dim() for d in dims] != [last] or symbols_of(value.shape[last]):  # type: ignore[operator]
+        return False
+    of_row = [n for user in node.users for n in user.all_input_nodes if n in known]
+    shapes = [(n, other.shape) for n in of_row if (other := value_of(n)) is not None]
+    return any(
+        last not in known[n][0] and same_shape(shape[-1:], value.shape[-1:]) for n, shape in shapes
+    )

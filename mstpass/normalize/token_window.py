@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.heads import bound_of
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.sizes import generic, generic_shape
+from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -116,14 +117,9 @@ def rows_taken(node: fx.Node) -> tuple[int, range] | None:
         return None
     dim, size = taken_dim(node), shape_of(_source_or_result(node))[taken_dim(node)]
     if node.target in _SLICES:
-        return dim, range(*slice(*map(_number, slice_bounds(node))).indices(size))
+        return dim, range(*slice(*map(bound_of, slice_bounds(node))).indices(size))
     index = argument(node, "index")
     return (dim, range(index % size, index % size + 1)) if isinstance(index, int) else None
-
-
-def _number(argument: Any) -> int | None:
-    value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
-    return None if value is None else generic(value)
 
 
 def taken_dim(node: fx.Node) -> int:

@@ -55,6 +55,7 @@ from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
 from mstpass.normalize.partial import replace_alike
 from mstpass.normalize.parts import (
+    CATS,
     COMBINED,
     LOW_PRECISION,
     MEANS,
@@ -67,7 +68,6 @@ from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
-_CATS = (aten.cat.default, aten.stack.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
 _NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
@@ -103,7 +103,7 @@ def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.N
     """A concatenation of wide values that was not tried yet, and what is wide there."""
     known = joint.cached(downstream)
     for node in joint.nodes:
-        if node.target not in _CATS or node in joint.backward or node.name in tried:
+        if node.target not in CATS or node in joint.backward or node.name in tried:
             continue
         pieces: Any = node.args[0]
         anchors = [known[piece][1] for piece in pieces if piece in known]
@@ -167,8 +167,7 @@ class _Unstacker:
     def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         if node not in self.parts:
             return self._part_of_other(node, parts, number)
-        pieces = _pieces(node) if node.target in _CATS and node is self.cat else None
-        pieces = pieces or written_parts(node, parts)
+        pieces = written_parts(node, parts)
         if pieces is not None:
             part = pieces.get(number)
         elif ops.is_reshape(node):
@@ -333,11 +332,6 @@ class _Unstacker:
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         self.changed.update(user.name for user in node.users)
         replace_alike(self.rewriting, node, new)
-
-
-def _pieces(cat: fx.Node) -> dict[int, fx.Node]:
-    pieces: Any = cat.args[0]
-    return dict(enumerate(pieces))
 
 
 def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
