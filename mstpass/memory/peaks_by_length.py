@@ -31,31 +31,12 @@ Sizes = Mapping[sympy.Symbol, int]
 Named = tuple[tuple[str, int], ...]  # the values of symbols, by where they come from
 
 
-def peak_bytes_at(
-    modules: Modules,
-    environment: ShapeEnv,
-    values: Sizes,
-    scatters_delayed: bool = False,
-) -> int:
-    """The simulated peak of a step in bytes for a batch of these sizes.
-
-    Args:
-        modules: the forward and the backward graph; they are not changed.
-        scatters_delayed: as of ``simulate_step``.
-    """
-    with at_sizes(environment, values), contextlib.ExitStack() as sized:
-        for module in modules:
-            for loop in module.graph.find_nodes(op="call_function", target=mst_loop):
-                sized.enter_context(_body_sized(loop))
-        forward, backward = (module.graph for module in modules)
-        return simulate_step(forward, backward, scatters_delayed).peak_bytes
-
-
 @dataclasses.dataclass(frozen=True)
 class PeaksByLength:
     """The peaks of one plan.
 
     Args:
+        modules: the forward and the backward graph; they are not changed.
         most: the value of each symbol in the largest batch that the plan is made for.
         batch: their values in the batch that it is made for now.
         scatters_delayed: as of ``simulate_step``.
@@ -104,8 +85,13 @@ class PeaksByLength:
 
     def peak_at(self, sizes: Sizes) -> PeakAt:
         """The peak for a batch of these sizes."""
-        peak = peak_bytes_at(self.modules, self.environment, sizes, self.scatters_delayed)
-        return PeakAt(named(self.environment, sizes), peak)
+        with at_sizes(self.environment, sizes), contextlib.ExitStack() as sized:
+            for module in self.modules:
+                for loop in module.graph.find_nodes(op="call_function", target=mst_loop):
+                    sized.enter_context(_body_sized(loop))
+            forward, backward = (module.graph for module in self.modules)
+            memory = simulate_step(forward, backward, self.scatters_delayed)
+        return PeakAt(named(self.environment, sizes), memory.peak_bytes)
 
 
 @contextlib.contextmanager
