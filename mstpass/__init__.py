@@ -58,45 +58,30 @@ __all__ = [
     "shard_sequence",
     "uncompile",
 ]
-_MODULES = {
-    "ChunkPlan": "mstpass.plans",
-    "DroppedLogits": "mstpass.returned_logits",
-    "DroppedLogitsError": "mstpass.returned_logits",
-    "ExplainError": "mstpass.explainer",
-    "Finding": "mstpass.linter",
-    "Fits": "mstpass.fitting",
-    "LintReport": "mstpass.linter",
-    "OptionError": "mstpass.options",
-    "Options": "mstpass.options",
-    "Rejection": "mstpass.plans",
-    "Report": "mstpass.report.report",
-    "TrainerError": "mstpass.trainers",
-    "compile": "mstpass.compiling",
-    "compile_trainer": "mstpass.trainers",
-    "explain": "mstpass.explainer",
-    "explain_all": "mstpass.explainer",
-    "fits": "mstpass.fitting",
-    "lint": "mstpass.linter",
-    "lint_compiled": "mstpass.linter",
-    "lint_graphs": "mstpass.linter",
-    "register_solver": "mstpass.problem.solver_registry",
-    "reports": "mstpass.report.store",
-    "sequence_parallel": "mstpass.sequences",
-    "sequence_parallel_attention": "mstpass.sequences",
-    "shard_sequence": "mstpass.sequences",
-    "uncompile": "mstpass.compiling",
+_NAMES = {  # of each module
+    "compiling": ("compile", "uncompile"),
+    "explainer": ("ExplainError", "explain", "explain_all"),
+    "fitting": ("Fits", "fits"),
+    "linter": ("Finding", "LintReport", "lint", "lint_compiled", "lint_graphs"),
+    "options": ("OptionError", "Options"),
+    "plans": ("ChunkPlan", "Rejection"),
+    "problem.solver_registry": ("register_solver",),
+    "report.report": ("Report",),
+    "report.store": ("reports",),
+    "returned_logits": ("DroppedLogits", "DroppedLogitsError"),
+    "sequences": ("sequence_parallel", "sequence_parallel_attention", "shard_sequence"),
+    "trainers": ("TrainerError", "compile_trainer"),
 }
-
-
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 _PUBLIC_MODULES = ("gpus", "measure")  # as in `mstpass.measure.peak_bytes`
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

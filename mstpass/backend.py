@@ -31,14 +31,7 @@ import torch
 from torch import fx
 
 from mstpass.captured import Captured, PlannedFor, of_all_ranks, why_not_alike
-from mstpass.hook_checks import (
-    FUSION_HOOK,
-    SCHEDULE_HOOK,
-    check_calls,
-    switch_off,
-    torch_changed,
-    why_off,
-)
+from mstpass.hook_checks import FUSION_HOOK, SCHEDULE_HOOK, check_calls
 from mstpass.inductor_hooks import (
     DoesNotFitError,
     LowerLoops,
@@ -46,6 +39,7 @@ from mstpass.inductor_hooks import (
     Partitioner,
     check_fit,
     failed,
+    only_told,
     uuid,
     warn_of,
 )
@@ -124,11 +118,7 @@ def _drop(gm: fx.GraphModule, options: Options) -> Drop:
 
 
 def _compile(graph: Captured) -> Callable[..., Any]:
-    """The compiled graph; by Inductor alone if mstpass fails, or is off."""
-    off = why_off()
-    if off is not None and not graph.options.strict:
-        store.keep(Report(failed(off)))
-        return by_inductor_alone(graph.module, graph.inputs, graph.users)
+    """The compiled graph; by Inductor alone if mstpass fails."""
     try:
         return _planned(graph)
     except (RestartAnalysis, OptionError):
@@ -138,12 +128,8 @@ def _compile(graph: Captured) -> Callable[..., Any]:
             raise
         # If Inductor cannot compile the graph either, its own error says why.
         untouched = by_inductor_alone(graph.module, graph.inputs, graph.users)
-        changed = torch_changed()
-        if changed is None:
-            warn_of(error)
-        else:
-            switch_off(changed)
-        store.keep(Report(failed(changed or error)))
+        warn_of(error)
+        store.keep(Report(failed(error)))
         return untouched
 
 
@@ -173,7 +159,7 @@ def _again(graph: Captured) -> Make | None:
     except LookupError as why:
         log.debug("no leaner plan: %s", why)
         return None
-    least = PlannedFor((), (), bounded=False, must_fit=True)
+    least = PlannedFor((), bounded=False, must_fit=True)
     fake = dataclasses.replace(graph.of_this_rank(), inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
@@ -239,7 +225,8 @@ def _compiled_and_reported(
         store.remember(report, key)  # with the graph in the cache: another time ranks may agree
         return _without_repeated_collectives(graph, limit, why)
     report = report.with_outcome(notes=(*report.outcome.notes, *notes))
-    report = _with_graph_ends(report, graph)
+    with only_told(options, "where this graph ends"):
+        report = with_graph_ends(report, graph.module, graph.inputs)
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
@@ -304,17 +291,6 @@ def _write_reports(reports: Sequence[Report], options: Options) -> None:
         if options.strict:
             raise MstpassError(said) from error
         warnings.warn(said, stacklevel=2)
-
-
-def _with_graph_ends(report: Report, graph: Captured) -> Report:
-    """The report with advice for where the graph ends; unchanged on an error of ours."""
-    try:
-        return with_graph_ends(report, graph.module, graph.inputs)
-    except Exception:
-        if graph.options.strict:
-            raise
-        log.debug("mstpass cannot tell where this graph ends", exc_info=True)
-        return report
 
 
 def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:

@@ -29,13 +29,11 @@ class PlannedFor:
 
     Attributes:
         sizes: the value of each symbol, by its name.
-        batch: those of the batch at hand, which messages name.
         bounded: no larger batch takes the plan.
         must_fit: a plan that exceeds the budget in bytes is none.
     """
 
     sizes: tuple[tuple[str, int], ...]
-    batch: tuple[tuple[str, int], ...]
     bounded: bool = True
     must_fit: bool = False
 
@@ -90,19 +88,19 @@ def of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
 
     Programs often evaluate on one rank alone, which must not wait for the others.
     """
-    if not _has_backward(example_inputs):
+    if not has_backward(example_inputs):
         return available_bytes
-    agreed = least_of_ranks(available_bytes)
-    if agreed.alone:
+    agreed_bytes, alone = least_of_ranks(available_bytes)
+    if alone:
         warnings.warn(
-            f"mstpass: {agreed.alone}, so memory_budget='auto' counts the memory of one rank "
+            f"mstpass: {alone}, so memory_budget='auto' counts the memory of one rank "
             "alone. Where ranks run different programs, give each a memory_budget in bytes",
             stacklevel=2,
         )
-    return agreed.number
+    return agreed_bytes
 
 
-def _has_backward(inputs: Sequence[Any]) -> bool:
+def has_backward(inputs: Sequence[Any]) -> bool:
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -119,7 +117,7 @@ def why_not_alike(graph: Captured, report: Report | None) -> str:
         return ""
     if report is None:
         lost = "the compile cache has this graph, and its report is lost"
-        return lost if _has_backward(graph.inputs) else ""
+        return lost if has_backward(graph.inputs) else ""
     found = report.outcome.collectives
     if found is None:
         return ""

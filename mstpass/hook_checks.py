@@ -12,8 +12,7 @@ exists proves nothing, so each compilation is held to what it must have done::
 
 The first two are checked inside of the hooks, before Inductor caches anything. The counts cost
 nothing, and the schedule is walked over once. Where a check fails, the graph is compiled by
-Inductor alone. If a probe of torch fails then, too (`torch_changed`), so is every later graph of
-the process: `switch_off`. Without the schedule, mstpass goes on. ``strict=True`` raises.
+Inductor alone. Without the schedule, mstpass goes on. ``strict=True`` raises.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ import warnings
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
-from mstpass.torch_internals.probes import PROBES, check_hooks
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
 FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
 _UNREAD = f"{SCHEDULE_HOOK} is not called"
-_off: list[TorchChangedError] = []  # why mstpass is off; empty while it is on
 
 
 def check_calls(
@@ -72,36 +69,3 @@ def _warn_unread() -> None:
         f"{ADVICE}.",
         stacklevel=3,
     )
-
-
-def torch_changed() -> TorchChangedError | None:
-    """What the installed torch lacks, if that may be why compiling failed.
-
-    torch itself is asked, not the error, which may be due to this one graph: whether it has all
-    names, and whether it calls the hooks for a graph of one product.
-    """
-    try:
-        for probe in PROBES:
-            if probe.lost == "loops":
-                probe.require()
-        check_hooks()
-    except TorchChangedError as lacking:
-        return lacking
-    except Exception:  # torch cannot be asked, as where no memory is left
-        return None
-    return None
-
-
-def switch_off(error: TorchChangedError) -> None:
-    """Leave all later graphs of this process to Inductor, with one warning."""
-    if not _off:
-        _off.append(error)
-        warnings.warn(
-            "mstpass is off from here on, and steps compile as under Inductor. Found with "
-            f"{error}. {ADVICE}.",
-            stacklevel=3,
-        )
-
-
-def why_off() -> TorchChangedError | None:
-    return _off[0] if _off else None

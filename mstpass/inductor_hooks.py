@@ -8,14 +8,15 @@ then leaves the graph to Inductor.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,6 @@ from mstpass.errors import please_report, told
 from mstpass.graph import device_costs
 from mstpass.graph.advice import REPORT
 from mstpass.graph.host_copies import is_host_copy
-from mstpass.graph.joint import Modules
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
 from mstpass.graph.repeated_collectives import collectives_in
@@ -34,13 +34,12 @@ from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
-from mstpass.partition.solve import BudgetError, of_sizes
+from mstpass.partition.solve import BudgetError
 from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.report.collect_details import collect_details
-from mstpass.report.details import Details
 from mstpass.report.report import Report
 from mstpass.schedule.delay_recomputation import (
     delay_recomputation,
@@ -65,7 +64,6 @@ from mstpass.torch_internals.inductor import (
 from mstpass.torch_internals.versions import TorchChangedError, installed
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _NESTED = (
     "this is a nested compile region: it is planned by itself, once for all calls of it, and what "
     "it saves counts once for each call in the graph that calls it"
@@ -87,6 +85,17 @@ class SameForAllError(Exception):
 def warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
     warnings.warn(please_report(told(error), done), stacklevel=3)
     log.debug("mstpass failed", exc_info=error)
+
+
+@contextlib.contextmanager
+def only_told(options: Options, what: str) -> Iterator[None]:
+    """Find out what only reports tell: an error is a line in the log, except under ``strict``."""
+    try:
+        yield
+    except Exception:
+        if options.strict:
+            raise
+        log.debug("mstpass cannot tell %s", what, exc_info=True)
 
 
 def failed(error: Exception) -> Outcome:
@@ -184,7 +193,6 @@ class Partitioner(CustomPartitionerFn):
                 loops_in_backward=self.loops_in_backward,
                 must_fit=self.planned_for is not None and self.planned_for.must_fit,
                 before_schedule=True,
-                about_sizes=functools.partial(self._about_sizes, gm.graph),
                 **pipeline_kwargs(kwargs),
             )
         except BudgetError as error:
@@ -203,56 +211,27 @@ class Partitioner(CustomPartitionerFn):
         outcome = dataclasses.replace(
             result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm, result)
         )
-        self.report = Report(outcome, details=self._details(result))
+        details = None
+        with only_told(self.options, "what pictures are drawn from"):
+            details = collect_details(result)
+        self.report = Report(outcome, details=details)
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
         return result.modules
 
-    def _details(self, result: pipeline.Result) -> Details | None:
-        """What pictures are drawn from; None on an error, which must not stop a compilation."""
-        try:
-            return collect_details(result)
-        except Exception:
-            if self.options.strict:
-                raise
-            log.debug("mstpass has no details of this graph", exc_info=True)
-            return None
-
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
         """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
-        if result.memory is None or result.modules is None:
+        if not self.planned_for or not self.planned_for.sizes or result.modules is None:
             return {}
-        budget_bytes = self.limit.budget_bytes
-
-        def found(peaks: PeaksByLength) -> dict[str, Any]:
-            holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
-            return {"peaks": peaks.table(), "budget_holds_for": holds_for}
-
-        return self._of_peaks(graph, result.modules, found, {})
-
-    def _about_sizes(self, graph: fx.Graph, modules: Modules, budget_bytes: int) -> str:
-        """Which batches are within a budget that the plan exceeds; "" if it serves one."""
-        return self._of_peaks(graph, modules, lambda peaks: of_sizes(peaks, budget_bytes), "")
-
-    def _of_peaks(
-        self, graph: fx.Graph, modules: Modules, read: Callable[[PeaksByLength], T], otherwise: T
-    ) -> T:
-        """What is read from the peaks of a joint graph's plan for batches of several sizes."""
-        if not self.planned_for or not self.planned_for.sizes:
-            return otherwise
-        try:
+        found: dict[str, Any] = {}
+        with only_told(self.options, "the peaks of other lengths"):
             environment, symbols = symbols_of_inputs(graph)
-            most, batch = (
-                {symbols[name]: size for name, size in sizes}
-                for sizes in (self.planned_for.sizes, self.planned_for.batch)
-            )
-            takes_time = not self.limit.is_free
-            return read(PeaksByLength(modules, environment, most, batch, takes_time))
-        except Exception:
-            if self.options.strict:
-                raise
-            log.debug("mstpass cannot tell the peaks of other lengths", exc_info=True)
-            return otherwise
+            most = {symbols[name]: size for name, size in self.planned_for.sizes}
+            takes_time, budget_bytes = not self.limit.is_free, self.limit.budget_bytes
+            peaks = PeaksByLength(result.modules, environment, most, takes_time)
+            holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
+            found.update(peaks=peaks.table(), budget_holds_for=holds_for)
+        return found
 
     def refused(self, runner: PassRunner) -> None:
         """Add passes over the finished graphs that were refused to the report, and warn of those

@@ -9,7 +9,8 @@ bytes that are alive while the region runs. Regions that are alike share one sim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import networkx as nx
@@ -28,7 +29,7 @@ from mstpass.partition.solvers.candidate import (
 from mstpass.partition.solvers.choose_modes import least_memory_mode, least_memory_modes
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import WHOLE, CutProblem, Plan
+from mstpass.problem.problem import CutProblem, Plan
 
 _TOO_LONG = "take too long without a budget"
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
@@ -59,6 +60,7 @@ def reasons_left_whole(
     if not left:
         return []
     simulation = Candidate(with_modes(problem, plan.modes), plan).simulation
+    whole = functools.cache(lambda: fewest_saved_bytes(problem, plan.modes).peak_bytes)
     alike: dict[tuple[object, ...], list[RegionCandidates]] = {}
     for candidate in left:
         alike.setdefault(_kind(candidate), []).append(candidate)
@@ -66,7 +68,7 @@ def reasons_left_whole(
     found: dict[str, str] = {}
     for group in alike.values():
         room -= len(problem.values)
-        compared = _compared(problem, plan, group[0]) if room > 0 else None
+        compared = _compared(problem, plan, group[0], whole) if room > 0 else None
         reason = _by_numbers(problem, compared, limit) if compared else ""
         reason = reason or _elsewhere(simulation, group, limit)
         found |= {candidate.region: reason for candidate in group}
@@ -96,8 +98,11 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
     return (candidate.optional, candidate.whole_first, *modes)
 
 
-def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
-    """The region whole, and in its mode of least memory; None if that cannot be told."""
+def _compared(
+    problem: CutProblem, plan: Plan, candidate: RegionCandidates, whole: Callable[[], int]
+) -> _Compared | None:
+    """The region whole, as in the plan, and in its mode of least memory; None if that cannot be
+    told."""
     region = next((r for r in problem.regions if r.region == candidate.region), None)
     if region is None:  # of the graph as it was traced, the problem has no regions
         return None
@@ -105,15 +110,13 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
     loops = candidate.plan_in(mode)
     assert loops is not None, "least memory is that of loops"
     try:
-        whole, chunked = (
-            fewest_saved_bytes(problem, {**plan.modes, candidate.region: name})
-            for name in (WHOLE, mode)
-        )
+        whole_bytes = whole()
+        chunked = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
     except (Cycle, nx.NetworkXUnbounded):
         return None
     before_us = problem.cached(baseline).us
     extra_time = chunked.us / before_us - 1 if before_us else 0.0
-    return _Compared(whole.peak_bytes, chunked.peak_bytes, extra_time, _loops_text(loops))
+    return _Compared(whole_bytes, chunked.peak_bytes, extra_time, _loops_text(loops))
 
 
 def _loops_text(plan: ChunkPlan) -> str:

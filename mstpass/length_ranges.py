@@ -16,7 +16,6 @@ and numbers.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -188,19 +187,13 @@ class Neighbours:
         None, if that is the batch itself or the larger one.
         """
         failing = [condition for condition in conditions if not hold([condition], batch)]
-
-        def on_the_way(part: int) -> Values:
-            share = part / _PARTS
-            sizes = {s: batch[s] + int((larger[s] - batch[s]) * share) for s in self._sized}
-            return self.grown(batch, sizes)
-
-        def is_beyond(part: int) -> bool:
-            there = on_the_way(part)
-            return any(hold([condition], there) for condition in failing)
-
-        first_beyond = bisect.bisect_left(range(1, _PARTS), True, key=is_beyond) + 1
-        found = self.allowed(batch, {s: on_the_way(first_beyond - 1)[s] for s in self._sized})
-        if found is None or any(hold([condition], found) for condition in failing):
-            return None
-        sizes, ends = ([values[s] for s in self._sized] for values in (batch, larger))
-        return found if [found[s] for s in self._sized] not in (sizes, ends) else None
+        old, ends = ({s: values[s] for s in self._sized} for values in (batch, larger))
+        for part in reversed(range(1, _PARTS)):
+            sizes = {s: old[s] + (ends[s] - old[s]) * part // _PARTS for s in ends}
+            if any(hold([condition], self.grown(batch, sizes)) for condition in failing):
+                continue
+            found = self.allowed(batch, sizes)
+            if found is None or any(hold([condition], found) for condition in failing):
+                return None
+            return found if {s: found[s] for s in ends} not in (old, ends) else None
+        return None

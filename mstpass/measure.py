@@ -52,19 +52,6 @@ class Timing:
         return statistics.median(a / b for a, b in rounds)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Peak and times of one function."""
-
-    name: str
-    peak_bytes: int
-    timing: Timing
-
-    @property
-    def peak_mib(self) -> float:
-        return self.peak_bytes / 2**20
-
-
 def peak_bytes(fn: Step, device: Device = "cpu") -> int:
     """The peak of `fn()`: the most tensor bytes on `device` beyond those at its start.
 
@@ -92,16 +79,6 @@ def timed(
         for key, fn in fns.items():
             seconds[key].append(_seconds(fn, device))
     return {key: Timing(tuple(values)) for key, values in seconds.items()}
-
-
-def measure(
-    fns: Mapping[str, Step], repeats: int = 5, *, warmup: int = 1, device: Device = "cpu"
-) -> dict[str, Measurement]:
-    """Measure each function: times in interleaved rounds, then the peak of one more call."""
-    timings = timed(fns, repeats, warmup=warmup, device=device)
-    return {
-        name: Measurement(name, peak_bytes(fn, device), timings[name]) for name, fn in fns.items()
-    }
 
 
 def synchronize(device: Device) -> None:

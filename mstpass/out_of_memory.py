@@ -62,22 +62,19 @@ class CompiledPlan:
 Make = Callable[[Limit, Sequence[Any]], CompiledPlan]
 
 
-def with_leaner_plans(
-    plan: CompiledPlan, graph: Captured, make: Make | None, by_length: bool = False
-) -> Compiled:
+def with_leaner_plans(plan: CompiledPlan, graph: Captured, make: Make | None) -> Compiled:
     """The plan's function, which compiles a leaner plan when it runs out of memory.
 
     Args:
         make: compiles the graph within a limit, for a call with these arguments. It raises
             ``DoesNotFitError`` if there is no such plan. None: the graph cannot be compiled again.
-        by_length: there are plans for other lengths.
     """
     if plan.report is None or plan.report.outcome.no_plan or _is_left_as_it_is(graph):
         return plan.run
     tensors = (x for x in graph.inputs if isinstance(x, torch.Tensor))
     devices = [x.device for x in tensors]
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-    return LeanerPlans(plan, device, make, graph.options.strict, by_length)
+    return LeanerPlans(plan, device, make, graph.options.strict)
 
 
 def _is_left_as_it_is(graph: Captured) -> bool:
@@ -94,17 +91,10 @@ class LeanerPlans:
         earlier: those that ran out of memory.
     """
 
-    def __init__(
-        self,
-        plan: CompiledPlan,
-        device: torch.device,
-        make: Make | None,
-        strict: bool,
-        by_length: bool,
-    ):
+    def __init__(self, plan: CompiledPlan, device: torch.device, make: Make | None, strict: bool):
         assert plan.report is not None, "the report is known"
         vars(self).update(vars(plan.run))  # such as torch's function that stores it
-        self.device, self.make, self.strict, self.by_length = device, make, strict, by_length
+        self.device, self.make, self.strict = device, make, strict
         self.earlier: list[CompiledPlan] = []
         self._draws = plan.report.outcome.draws_random_numbers
         self._lock = threading.RLock()
@@ -280,9 +270,7 @@ class LeanerPlans:
             return "Use a smaller batch or shorter sequences"
         fits = failure.fitting_bytes(failed.peak_bytes)
         budget = f"'{bytes_text(fits)}'".replace(" ", "") if fits is not None else "0.0"
-        said = f"Set memory_budget={budget}, or 0.0 for the least memory, to plan for that at once"
-        more = ", and lengths to compile the plans for all lengths before the first step"
-        return said + (more if self.by_length else "")
+        return f"Set memory_budget={budget}, or 0.0 for the least memory, to plan for that at once"
 
 
 def _waits(plan: CompiledPlan) -> bool:

@@ -95,7 +95,6 @@ def run(
     loops_in_backward: bool = True,
     must_fit: bool = False,
     before_schedule: bool = False,
-    about_sizes: Callable[[Modules, int], str] = lambda modules, budget_bytes: "",
     **torch_kwargs: Any,
 ) -> Result:
     """Plan and rewrite one joint graph. ``module`` itself is not changed.
@@ -107,7 +106,6 @@ def run(
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         must_fit: a plan above the budget is an error.
         before_schedule: the caller asks Inductor's schedule, and then says that a budget is missed.
-        about_sizes: which batches finished graphs could run within a budget, for messages.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
     Raises:
@@ -122,7 +120,7 @@ def run(
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
-    result = _within(limit or Limit.of(options), planned, options, about_sizes)
+    result = _within(limit or Limit.of(options), planned, options)
     missed = next(iter(missed_budgets(result.outcome.notes)), "")
     if missed and (must_fit or (options.strict and not before_schedule)):
         raise BudgetError(missed)
@@ -136,12 +134,7 @@ def run(
     return _with_notes(result, *map(str, narrow))
 
 
-def _within(
-    limit: Limit,
-    planned: Callable[[Limit], Result],
-    options: Options,
-    about_sizes: Callable[[Modules, int], str],
-) -> Result:
+def _within(limit: Limit, planned: Callable[[Limit], Result], options: Options) -> Result:
     """The result within a limit, or that of the lowest peak; arguments as of ``run``.
 
     Args:
@@ -164,8 +157,7 @@ def _within(
         if limit.allows(result.outcome):
             return result
     assert result.memory is not None and limit.budget_bytes is not None, "plans have known peaks"
-    sizes = about_sizes(result.modules, limit.budget_bytes) if result.modules else ""
-    note = infeasible(limit.budget_bytes, result.memory, result.outcome, sizes)
+    note = infeasible(limit.budget_bytes, result.memory, result.outcome)
     if result.problem is not None:
         note += more_host_memory(
             result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)

@@ -32,7 +32,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mstpass.captured import Captured, PlannedFor
+from mstpass.captured import Captured, PlannedFor, has_backward
 from mstpass.graph.sizes import hint
 from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import Neighbours, RangePlan, Ranges, Values
@@ -116,9 +116,7 @@ def _with_first_plan(
 
 def _is_planned(inputs: Sequence[Any]) -> bool:
     """Whether the graph has a backward that is compiled with it."""
-    tensors = (x for x in inputs if isinstance(x, torch.Tensor))
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return trains and not (has_backward_hooks(inputs) or traces_backward_again())
+    return has_backward(inputs) and not (has_backward_hooks(inputs) or traces_backward_again())
 
 
 class PlansByLength:
@@ -253,7 +251,7 @@ class PlansByLength:
                 break
             if plan is not None:
                 return plan
-        plan = self._compiled(values, self._planned_for(values, values, bounded=False))
+        plan = self._compiled(values, self._planned_for(values, bounded=False))
         if not plan.serves(values):
             raise LookupError(f"a guard is about more than inputs: {plan.conditions}")
         return plan
@@ -288,7 +286,7 @@ class PlansByLength:
             largest = self._of_sizes(sizes)
             plan = next((plan for plan in self.plans if plan.most == largest), None)
             if plan is None:
-                planned_for = self._planned_for(sizes, batch, bounded, must_fit)
+                planned_for = self._planned_for(sizes, bounded, must_fit)
                 plan = self._compiled(sizes, planned_for)
                 if plan.serves(batch):
                     return plan
@@ -299,14 +297,9 @@ class PlansByLength:
             sizes = nearer
         return None
 
-    def _planned_for(
-        self, sizes: Values, batch: Values, bounded: bool, must_fit: bool = False
-    ) -> PlannedFor:
-        largest, at_hand = (
-            tuple((str(symbol), size) for symbol, size in self._of_sizes(values).items())
-            for values in (sizes, batch)
-        )
-        return PlannedFor(largest, at_hand, bounded, must_fit)
+    def _planned_for(self, sizes: Values, bounded: bool, must_fit: bool = False) -> PlannedFor:
+        largest = tuple((str(symbol), size) for symbol, size in self._of_sizes(sizes).items())
+        return PlannedFor(largest, bounded, must_fit)
 
     def _compiled(self, sizes: Values, planned_for: PlannedFor) -> RangePlan:
         """The plan for these sizes.
@@ -319,7 +312,7 @@ class PlansByLength:
         def leaner(limit: Limit, args: Sequence[Any]) -> CompiledPlan:
             return self._leaner(run, sizes, planned_for, limit, args)
 
-        run = with_leaner_plans(first, self.graph, leaner, by_length=True)
+        run = with_leaner_plans(first, self.graph, leaner)
         return RangePlan(run, self._of_sizes(sizes) if planned_for.bounded else {}, conditions)
 
     def _for_sizes(

@@ -23,9 +23,6 @@ class CpuDevice:
     runs = True
     peak = 2**20
 
-    def __init__(self) -> None:
-        self.limit_bytes = 2**30
-
     def tensors(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
@@ -33,20 +30,10 @@ class CpuDevice:
         step()
         return self.peak
 
-    def highest_bytes(self, step: Step) -> int:
-        step()
-        return self.peak
-
     def seconds(self, step: Step) -> float:
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
-
-    def limit_memory(self, size: int) -> None:
-        self.limit_bytes = size
-
-    def free(self) -> None:
-        pass
 
     def clocks(self) -> str:
         return "SM 1 MHz"

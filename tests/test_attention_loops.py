@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from mstpass.graph import ops
 from mstpass.graph.attention import is_attention
 from mstpass.graph.heads import HeadDim, through_view
 from mstpass.graph.joint import JointGraph
@@ -50,6 +51,18 @@ def traced(form: Form, cross: bool = False) -> JointGraph:
 
     joint, _ = products_by_section(JointGraph(*joint_graph(step, *inputs)))
     return bias_after_product(joint)[0]
+
+
+def test_sections_of_each_layer_are_divided_with_their_own_gradients() -> None:
+    """The gradient of each weight is put together where the undivided one was computed."""
+    layers = nn.Sequential(*(Layer(Form(fused="sections")) for _ in range(2))).double()
+    x = torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    joint = JointGraph(*joint_graph(lambda x: layers(x).square().mean(), x))
+    divided, _ = products_by_section(joint)
+    assert not any("split" in str(node.target) for node in divided.nodes)
+    last, first = [node for node in divided.nodes if node.target is aten.cat.default]
+    between = divided.nodes[divided.index[last] : divided.index[first]]
+    assert any(ops.is_matmul(node) and node.name in joint.by_name for node in between)
 
 
 def _sources(joint: JointGraph, loop: LoopPlan) -> set[str]:

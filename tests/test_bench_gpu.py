@@ -16,7 +16,6 @@ import torch
 
 from mstpass.bench import processes
 from mstpass.bench.gpu import command, device, heads
-from mstpass.bench.gpu.job import outcome
 from mstpass.bench.gpu.runner import PARTS, Part, Runner, in_process
 from mstpass.bench.gpu.state import (
     DRY,
@@ -29,6 +28,7 @@ from mstpass.bench.gpu.state import (
     OtherState,
     Settings,
     State,
+    outcome,
 )
 from mstpass.bench.processes import ProcessFailed
 from mstpass.cli.main import main
@@ -47,13 +47,13 @@ def measures(given):
 class Setup:
     """A runner of one part with one case, whose processes do what a test says."""
 
-    def __init__(self, folder, work, case=CASE, **part):
+    def __init__(self, folder, work, case=CASE):
         self.clock = Clock()
         self.calls = Calls(work, self.clock)
         self.state = State.open(folder, HEADER)
         self.state.begin_run({"date": "today"})
         self.case = case
-        self._parts = [Part("fake", "", 1, lambda settings: [case], work, **part)]
+        self._parts = [Part("fake", "", 1, lambda settings: [case], work)]
         self._runner = Runner(Settings(folder), self.state, self.calls, clock=self.clock)
 
     def run(self, seconds=600.0):
@@ -152,24 +152,6 @@ def test_no_row_is_begun_after_a_parts_share(tmp_path):
     assert first == second == [MEASURED, MEASURED, OUT_OF_TIME]
 
 
-def test_a_probe_that_kills_its_process_does_not_fit(tmp_path):
-    def next_probe(settings, row, known, probes):
-        if row != "a":
-            return {}
-        return outcome(MEASURED, fitted=probes[0]["fits"]) if probes else {"length": 64}
-
-    def work(given):
-        if given["probe"]:
-            raise ProcessFailed("a row", "no output")
-        return outcome(MEASURED)
-
-    setup = Setup(tmp_path, work, next_probe=next_probe)
-    assert setup.run() == dict.fromkeys(ROWS, MEASURED)
-    assert setup.state.outcome(CASE, "a")["fitted"] is False
-    (probe,) = setup.state.probes(CASE, "a")
-    assert probe == {"length": 64, "fits": False, "why": "no output"}
-
-
 # ---- the state file ----------------------------------------------------------------------------
 def test_a_line_that_was_not_finished_is_dropped(tmp_path):
     Setup(tmp_path, measures).run()
@@ -196,7 +178,7 @@ def test_rows_of_another_card_are_not_mixed(tmp_path):
 def test_a_real_process_measures_a_row(tmp_path):
     settings = {**vars(Settings(tmp_path, quick=True, dry=True)), "out": str(tmp_path)}
     case = dataclasses.asdict(heads.loop_cases(Settings(tmp_path, dry=True))[0])
-    given = {"settings": settings, "case": case, "row": "calibration", "known": {}, "probe": {}}
+    given = {"settings": settings, "case": case, "row": "calibration", "known": {}}
     assert in_process(given, {}, 300)["status"] == DRY
 
 
@@ -253,9 +235,7 @@ def test_machines_that_will_not_do(monkeypatch, capability, triton, message):
         device.check_machine("all")
 
 
-@pytest.mark.parametrize(
-    "argv", [["--part", "nonsense"], ["--minutes", "0"], ["--minutes", "x"], ["--memory", "lots"]]
-)
+@pytest.mark.parametrize("argv", [["--part", "nonsense"], ["--minutes", "0"], ["--minutes", "x"]])
 def test_called_wrongly(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(argv)
@@ -291,14 +271,6 @@ def test_ended_by_a_signal(tmp_path):
     assert command.main(argv, Calls(killed, Clock())) == command.INTERRUPTED
     assert len(State.read(tmp_path).rows) == 1
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_the_memory_limit_is_within_the_card():
-    given = command.parse(["--memory", "24GiB"])
-    gib = 2**30
-    limits = [command.within_card(given, size).settings.memory_bytes for size in (None, 80 * gib)]
-    assert limits == [24 * gib] * 2
-    assert command.within_card(given, int(23.6 * gib)).settings.memory_bytes == 21 * gib
 
 
 def plans(given):

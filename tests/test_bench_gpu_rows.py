@@ -1,8 +1,7 @@
-"""The rows of `mstpass bench gpu`: steps side by side, the search for lengths, dry runs."""
+"""The rows of `mstpass bench gpu`: steps side by side, dry runs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import torch.nn.functional as F
 
 from mstpass.bench import comparison
 from mstpass.bench.comparison import eager
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest, results, side_by_side
+from mstpass.bench.gpu import heads, llama, results, side_by_side
 from mstpass.bench.gpu.device import NoDevice, time_in_turn
-from mstpass.bench.gpu.job import Job, outcome
-from mstpass.bench.gpu.longest import GRAIN, TOLERANCE, Probe, best, next_length
 from mstpass.bench.gpu.runner import PARTS, Runner
 from mstpass.bench.gpu.state import (
     DRY,
@@ -24,6 +21,7 @@ from mstpass.bench.gpu.state import (
     OUT_OF_MEMORY,
     SKIPPED,
     Case,
+    Job,
     Settings,
     State,
 )
@@ -86,21 +84,6 @@ def test_rows_whose_first_way_did_not_run_have_no_ratio():
     known = {"Inductor": {"status": OUT_OF_MEMORY, "text": ""}}
     found = outcomes([base(), eager()], known=known, wanted=("eager",))
     assert found["eager"]["status"] == MEASURED and found["eager"]["ratio"] is None
-
-
-def test_a_way_made_from_earlier_peaks():
-    seen = []
-
-    def from_peaks(peaks):
-        seen.append(dict(peaks))
-        return eager("bytes")
-
-    way = dataclasses.replace(eager("bytes"), from_peaks=from_peaks)
-    found = outcomes([base(), eager(), way])
-    assert found["bytes"]["status"] == MEASURED
-    assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)]
-    with pytest.raises(RuntimeError, match="needs the peaks"):
-        llama._half_way({})
 
 
 def test_out_of_memory_behind_other_errors():
@@ -168,7 +151,7 @@ def test_every_part_has_cases_that_it_knows(tmp_path):
     for quick in (False, True):
         settings = Settings(tmp_path, quick=quick)
         names = [(c.part, c.name) for part in PARTS.values() for c in part.cases(settings)]
-        assert len(set(names)) == len(names) >= 6
+        assert len(set(names)) == len(names) >= 5
     assert {part for part, _ in names} == set(PARTS)
     assert set(results._TITLES) == set(PARTS)
 
@@ -176,108 +159,30 @@ def test_every_part_has_cases_that_it_knows(tmp_path):
 @pytest.mark.parametrize(
     "transformers", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])]
 )
-def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
-    monkeypatch.setattr(llama, "QUICK", llama.Shape(32, 1, 2, 64, 256, 1024, key_heads=1))
+def test_a_dry_run_of_blocks(tmp_path, monkeypatch, transformers):
+    small = llama.Shape(32, 1, 2, 64, 256, 1024, key_value_heads=1)
+    monkeypatch.setattr(llama, "QUICK", small)
     monkeypatch.setattr(llama, "ways", few_ways)
     if not transformers:
-        monkeypatch.setattr(llama, "has_transformers", lambda: False)
-        monkeypatch.setattr(longest, "plan", needs_transformers)
+        monkeypatch.setattr(llama, "config_of", needs_transformers)
     settings = Settings(tmp_path, quick=True, dry=True)
     state = State.open(tmp_path, {"card": "none", "dry": True, "quick": True, "torch": "2"})
     state.begin_run({})
-    for name in ("blocks", "longest"):
-        calls = Calls(done_by(NoDevice()), Clock())
-        Runner(settings, state, calls, clock=Clock()).run([PARTS[name]], 600)
-    found = {row["row"]: row for row in state.rows.values()}
-    prediction = found.pop("mstpass plan")
-    assert {row["status"] for row in found.values()} == {DRY}, found
-    assert prediction["status"] == (DRY if transformers else SKIPPED)
-    assert all(found[way]["length"] > 0 for way in longest.WAYS)
-    table = results.all_tables(state.to_data())["longest"][0]
-    assert [line[0] for line in table.rows][-5:] == list(longest.WAYS)
+    calls = Calls(done_by(NoDevice()), Clock())
+    Runner(settings, state, calls, clock=Clock()).run([PARTS["blocks"]], 600)
+    statuses = {row["status"] for row in state.rows.values()}
+    assert statuses == {DRY if transformers else SKIPPED}, state.rows
 
 
-def needs_transformers(request):
-    raise MissingPackageError("mstpass plan needs transformers")
+def needs_transformers(path):
+    raise MissingPackageError("mstpass bench gpu needs transformers")
 
 
 def few_ways():
     return [comparison.inductor(), comparison.mst(), eager()]
 
 
-# ---- the search --------------------------------------------------------------------------------
-@pytest.mark.parametrize("start", [256, 20_000, 100_000, 10**6])
-@pytest.mark.parametrize("curve", [0.0, 1e-2])
-def test_the_search_finds_the_longest(start, curve):
-    limit, fixed = 10**9, 10**8
-    bytes_at = lambda n: int(fixed + 9000 * n + curve * n * n)
-    probes = []
-    while length := next_length(probes, start, limit, fixed, 2**20):
-        assert length not in {p.length for p in probes}
-        fits = bytes_at(length) <= limit
-        probes.append(Probe(length, fits, bytes_at(length) if fits else None))
-    found = best(probes)
-    assert found is not None and len(probes) <= 12
-    assert bytes_at(found.length) <= limit
-    assert bytes_at(int(found.length * (1 + TOLERANCE)) + 2 * GRAIN) > limit
-
-
-def test_a_good_prediction_takes_few_probes():
-    probes = []
-    while length := next_length(probes, 99_000, 10**9, 10**8, 2**20):
-        peak = 10**8 + 9000 * length
-        probes.append(Probe(length, peak <= 10**9, peak))
-    assert len(probes) <= 3
-
-
-def test_nothing_fits_and_everything_fits():
-    probes = []
-    while length := next_length(probes, 10_000, 1, 0, 2**20):
-        probes.append(Probe(length, False))
-    assert best(probes) is None and len(probes) < 8
-    probes = []
-    while length := next_length(probes, 10_000, 10**12, 0, 2**15):
-        probes.append(Probe(length, True, 5 * length))
-    assert best(probes).length == 2**15 and len(probes) < 8
-
-
-def test_each_length_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch):
-    """A model that fits up to 10,000 tokens."""
-    monkeypatch.setattr(longest, "_Steps", FakeSteps)
-    monkeypatch.setattr(longest, "_predict", lambda job: predicted(job))
-    state = State.open(tmp_path, {})
-    state.begin_run({})
-    calls = Calls(done_by(CpuDevice()), Clock())
-    runner = Runner(Settings(tmp_path), state, calls, clock=Clock())
-    runner.run([PARTS["longest"]], 6000)
-    (case,) = longest.cases(Settings(tmp_path))
-    assert case.name == "24 GiB"
-    found = {row: state.outcome(case, row) for row in case.rows}
-    assert {outcome["status"] for outcome in found.values()} == {MEASURED}
-    assert found["mst"]["predicted"] == 9000 and found["eager"]["predicted"] is None
-    for way in longest.WAYS:
-        assert 9500 <= found[way]["length"] <= 10_000
-        too_long = [p for p in state.probes(case, way) if not p["fits"]]
-        assert too_long and {p["why"] for p in too_long} == {"out of memory"}
-    tried = sum(len(state.probes(case, way)) for way in longest.WAYS)
-    assert len(calls.given) == tried + 1
-
-
-class FakeSteps:
-    def __init__(self, job):
-        self._limit = job.device.limit_bytes
-
-    def run(self, length):
-        if length > 10_000:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return Probe(length, True, self._limit * length // 10_000, 0.5)
-
-
-def predicted(job):
-    return outcome(MEASURED, lengths={"mst": 9000})
-
-
-# ---- loops, tests ------------------------------------------------------------------------------
+# ---- loops -------------------------------------------------------------------------------------
 def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later = tmp_path / "cache" / "costs.json"
     monkeypatch.setenv("MSTPASS_COSTS", str(later))
@@ -287,17 +192,3 @@ def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later.write_text('{"A100": {"chunk_us": 9}}')
     assert heads.store_for_later(tmp_path) == later
     assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}
-
-
-def test_files_that_test_on_a_device_are_found():
-    names = cuda_tests.cases(Settings(Path()))[0].rows
-    assert names[0].startswith("cuda/") and {"test_losses.py", "test_numerics_mlp.py"} <= set(names)
-    assert "test_options.py" not in names
-
-
-def test_reports_of_tests_are_counted():
-    text = """<testsuites><testsuite><testcase name="a" time="1.5"/>
-    <testcase name="b" time="1"><failure/></testcase><testcase name="c"><skipped/></testcase>
-    </testsuite></testsuites>"""
-    counts = {"passed": 1, "failed": 1, "skipped": 1, "names": ["b"], "seconds": 2.5}
-    assert cuda_tests.read_report(text) == counts

@@ -41,7 +41,7 @@ def test_a_gpu_has_its_memory(tiny, capsys):
         (["--device-memory", "1GiB", "--sharding", "fsdp"], "needs --gpus"),
         (["--device-memory", "1GiB", "--dtype", "fp32", "--master-weights"], "--dtype bf16"),
         (["--device-memory", "1GiB", "--optimizer", "sgd", "--optimizer-step", "foreach"], "AdamW"),
-        (["--device-memory", "1GiB", "--allocator", "other"], "expandable"),
+        (["--device-memory", "1GiB", "--outputs", "other"], "dropped"),
         (["--device-memory", "1GiB", "--document", "0"], "whole number"),
         ([], "--device-memory"),
         (["--gpu", "a1000"], "did you mean 'a100'"),

@@ -18,7 +18,6 @@ from mstpass.graph.graph_text import graph_text
 from mstpass.memory import device_budget
 from mstpass.options import Options
 from mstpass.torch_internals import collectives
-from mstpass.torch_internals.collectives import Agreed
 from tests.checks import joint_graph
 
 GIB = 2**30
@@ -204,28 +203,15 @@ def _peak_bytes(**options: Any) -> int:
 
 
 # ---- several ranks -------------------------------------------------------------------------------
-class _Group:
-    def size(self) -> int:
-        return 3
-
-
-def test_ranks_that_compile_together_take_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert collectives.least_of_ranks(7) == Agreed(7), "without ranks nobody is asked"
-
-    def gather(numbers: list[int], number: int, group: _Group) -> None:
-        numbers[:] = [9, number, 8]
-
-    monkeypatch.setattr(collectives, "get_compile_pg", _Group)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    assert collectives.least_of_ranks(7) == Agreed(7)
-    assert collectives.least_of_ranks(10) == Agreed(8)
+def test_without_ranks_nobody_is_asked() -> None:
+    assert collectives.least_of_ranks(7) == (7, "")
 
 
 def test_the_least_of_the_ranks_is_what_counts(
     compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _leaves(monkeypatch, 140 * GIB)
-    monkeypatch.setattr(captured, "least_of_ranks", lambda number: Agreed(123 * 2**10))
+    monkeypatch.setattr(captured, "least_of_ranks", lambda number: (123 * 2**10, ""))
     compiler.inputs = [x.requires_grad_() for x in compiler.inputs]  # evaluation asks nobody
     with pytest.warns(UserWarning, match="memory_budget=123.0 KiB cannot be met"):
         compiler.compile()

@@ -13,16 +13,14 @@ import pytest
 import torch
 
 from mstpass.cli import fuzz
-from mstpass.fuzz import graphs
 from mstpass.fuzz.campaign import Campaign
-from mstpass.fuzz.case import KINDS, SHIFTS, VARIANTS, Case, Layer, draw, from_json, to_json
+from mstpass.fuzz.case import KINDS, SHIFTS, Case, Layer, draw, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
-from mstpass.fuzz.program import Program, References, Setup, wrong_values
+from mstpass.fuzz.program import Program, References, wrong_values
 from mstpass.fuzz.reduce import as_test, reduce, smaller_cases
 from mstpass.fuzz.render import source
 from mstpass.fuzz.templates import DOUBLED_LOSSES, PAIR_LOSSES, STACKED_LOSSES
 from mstpass.graph import loop_op
-from mstpass.passes.runner import PassRunner
 
 LOOP = Case(chunk_tokens=3, length=64)  # a head whose loss runs in chunks
 
@@ -201,17 +199,6 @@ def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert "class Model(nn.Module):" in shown and "# held" in shown
 
 
-@pytest.mark.parametrize("name", ["values_by_axis", "scattered_constants", "apply_plans"])
-def test_a_pass_fails_and_the_rest_is_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "chosen", lambda recording: [name])
-    case = dataclasses.replace(LOOP, variants=(*VARIANTS,)[:1])
-    checked = check_case(case)
-    assert checked.status == "held", (checked.reason, *map(str, checked.failures))
-    assert checked.facts["plans checked"] == 3  # this one, the variant's, and without the pass
-    monkeypatch.setattr(PassRunner, "_note", lambda self, refusal: None)
-    assert "not told" in [failure.kind for failure in check_case(case).failures]
-
-
 def test_torch_is_left_as_it_was() -> None:
     threads = torch.get_num_threads()
     check_case(LOOP)
@@ -230,9 +217,7 @@ def test_what_draws_is_held_to_inductor_alone_within_eager_modes_rounding() -> N
     alone = {"grad weight": torch.full((4,), 2.0)}
     references = References([eager], [true], [alone])
     for error, right in ((0.0, True), (5e-5, True), (7e-5, False)):
-        found = wrong_values(
-            [{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Setup()
-        )
+        found = wrong_values([{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Case())
         assert (not found) == right, found
 
 
@@ -242,7 +227,7 @@ def test_sums_in_sixteen_bits_may_round_at_each_chunk() -> None:
     ours = {name: value * 1.2 for name, value in eager.items()}
     for accumulate, is_wrong in (("float32", True), ("input", False)):
         options = {"chunk_tokens": 3, "accumulate": accumulate}
-        setup = Setup(length=150, dtype="bfloat16", options=options)  # 100 chunks
+        setup = Case(length=150, dtype="bfloat16", **options)  # 100 chunks
         wrong = wrong_values([ours], References([eager], [true]), setup)
         assert bool(wrong) == is_wrong
 

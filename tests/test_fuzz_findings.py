@@ -87,7 +87,7 @@ def test_symbolic_sizes_that_cross_are_no_buffers_in_a_plan_either() -> None:
 
 
 @pytest.mark.full
-def test_the_least_memory_may_lie_between_landmarks() -> None:
+def test_the_least_memory_may_lie_between_two_plans() -> None:
     experts = Layer(kind="experts", variant=4, norm="layer_plain", residual="sandwich")
     layers = tuple(
         dataclasses.replace(layer, act="hardswish", width=48)

@@ -27,9 +27,7 @@ from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass import backend, entry_point, hook_checks
-from mstpass.inductor_hooks import LowerLoops
 from mstpass.torch_internals.inductor import CustomSchedulerPass
-from mstpass.torch_internals.versions import TorchChangedError
 
 Patch = pytest.MonkeyPatch
 _READERS = {  # the modules that look up a hook
@@ -59,7 +57,6 @@ def _on_again() -> Iterator[None]:
     ):
         yield
     _forget_settings()
-    hook_checks._off.clear()
     hook_checks._warn_unread.cache_clear()
     entry_point._warn_once.cache_clear()
 
@@ -140,12 +137,10 @@ def _has_loops() -> bool:
 
 
 def _falls_back(model: nn.Module, warning: str, **options: Any) -> None:
-    """The step compiles as under Inductor, and a second one too, with one warning in all."""
+    """The step compiles as under Inductor, with one warning."""
     (told,) = _run(model, **options)
-    assert "mstpass is off from here on" in told and warning in told, told
+    assert "mstpass failed on a graph" in told and warning in told, told
     assert not _has_loops()
-    torch.compiler.reset()
-    assert _run(model, **options) == []
     assert warning in str(mstpass.reports()[-1].rejections)
 
 
@@ -185,7 +180,7 @@ def test_the_partitioner_is_not_called(fallback: None, monkeypatch: Patch) -> No
 
 def test_the_partitioner_is_renamed(fallback: None, monkeypatch: Patch) -> None:
     _renamed(monkeypatch, "custom_partitioner_fn")
-    _falls_back(_Head(), "torch._inductor.config.custom_partitioner_fn is missing")
+    _falls_back(_Head(), "custom_partitioner_fn does not exist")
 
 
 @pytest.mark.parametrize("change", ["positional", "unnamed"])
@@ -204,13 +199,13 @@ def test_the_partitioner_gets_other_arguments(
 # ---- the last graph pass -------------------------------------------------------------------------
 def test_the_graph_pass_is_not_called(fallback: None, monkeypatch: Patch) -> None:
     _ignored(monkeypatch, "post_grad_custom_post_pass")
-    _falls_back(_Head(), "post_grad_custom_post_pass is not called")
-    _strict_raises(_Head(), "mst_loop|post_grad_custom_post_pass")
+    _falls_back(_Head(), "mst_loop is not")  # Inductor finds a loop that nothing has lowered
+    _strict_raises(_Head(), "mst_loop is not")
 
 
 def test_the_graph_pass_is_renamed(fallback: None, monkeypatch: Patch) -> None:
     _renamed(monkeypatch, "post_grad_custom_post_pass")
-    _falls_back(_Head(), "torch._inductor.config.post_grad_custom_post_pass is missing")
+    _falls_back(_Head(), "post_grad_custom_post_pass does not exist")
 
 
 def test_no_hook_is_called(fallback: None, monkeypatch: Patch) -> None:
@@ -301,12 +296,11 @@ def test_a_loop_is_not_where_it_must_be(
     monkeypatch.setattr(backend, "by_inductor_alone", without)
     (told,) = _run(_Head(), inductor=given)
     assert "mstpass failed on a graph" in told and warning in told
-    assert hook_checks.why_off() is None
 
 
 def test_the_scheduler_cannot_be_patched(fallback: None, monkeypatch: Patch) -> None:
     monkeypatch.delattr(SchedulerNode, "recompute_size_and_body")
-    _falls_back(_Head(), "SchedulerNode.recompute_size_and_body is missing")
+    _falls_back(_Head(), "recompute_size_and_body")
 
 
 # ---- what the loops are made of ------------------------------------------------------------------
@@ -315,25 +309,6 @@ def test_inductor_cannot_lower_a_while_loop(fallback: None, monkeypatch: Patch) 
     (told,) = _run(_Head())
     assert "mstpass failed on a graph" in told
     assert not _has_loops()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("no kernel for mst_loop"), TorchChangedError("a hook is not called")],
-    ids=["named", "suspected"],
-)
-def test_an_error_of_one_graph_does_not_switch_mstpass_off(
-    fallback: None, monkeypatch: Patch, error: Exception
-) -> None:
-    """Whatever its error says: torch is asked whether it has changed, and has not."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(LowerLoops, "__call__", fail)
-    (told,) = _run(_Head())
-    assert "mstpass failed on a graph" in told and str(error) in told
-    assert hook_checks.why_off() is None
 
 
 class _Fails(CustomSchedulerPass):  # type: ignore[misc]
@@ -349,7 +324,6 @@ def test_a_program_that_inductor_cannot_compile_is_not_ours() -> None:
     before = len(mstpass.reports())
     with pytest.raises(Exception, match="a pass of the user's"):
         _run(_Head(), inductor={"_post_fusion_custom_pass": _Fails()})
-    assert hook_checks.why_off() is None
     assert not mstpass.reports()[before:]
 
 

@@ -65,7 +65,7 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 1))
 
 
-def test_double_backward_says_what_to_do() -> None:
+def test_double_backward_is_an_error() -> None:
     torch.compiler.reset()
     net, x = _net(), torch.randn(256, 3, requires_grad=True)
 
@@ -75,13 +75,13 @@ def test_double_backward_says_what_to_do() -> None:
     (slope,) = torch.autograd.grad(
         torch.compile(step, backend="mst")(x), x, create_graph=True
     )  # taking it is no error
-    with pytest.raises(RuntimeError, match=r"support double backward.*torch\.func\.grad inside"):
+    with pytest.raises(RuntimeError, match="support double backward"):
         slope.square().mean().backward()
 
 
 # Dynamo asks the tensor between the two graphs for its .grad
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_double_backward_inside_of_a_step_says_the_same() -> None:
+def test_double_backward_inside_of_a_step_is_an_error() -> None:
     torch.compiler.reset()
     net, x = _net(), torch.randn(256, 3, requires_grad=True)
 
@@ -89,11 +89,11 @@ def test_double_backward_inside_of_a_step_says_the_same() -> None:
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         return slope.square().mean()
 
-    with pytest.raises(RuntimeError, match=r"support double backward.*torch\.func\.grad inside"):
+    with pytest.raises(RuntimeError, match="support double backward"):
         torch.compile(step, backend="mst")().backward()
 
 
-def test_the_advice_on_double_backward_works() -> None:
+def test_a_gradient_inside_of_a_step() -> None:
     torch.compiler.reset()
     net, x = _net(), torch.randn(256, 3)
     wide, (wide_x,) = in_float64(net, [x])

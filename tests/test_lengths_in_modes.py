@@ -93,7 +93,7 @@ def test_the_choice_and_the_wrapper_take_little_time() -> None:
 
     functions: Any = types.SimpleNamespace(on_error=None, writes_inputs=False)
     plan = CompiledPlan(run, Limit(), Report(Outcome()), functions)
-    wrapped = LeanerPlans(plan, torch.device("cpu"), None, strict=True, by_length=True)
+    wrapped = LeanerPlans(plan, torch.device("cpu"), None, strict=True)
     plans: Any = PlansByLength.__new__(PlansByLength)
     plans._sizes_of, plans._chosen = lambda args: args[0], {300: wrapped}
     args = (300, *[None] * 200)

@@ -65,13 +65,12 @@ def test_a_length_that_no_plan_serves_is_an_error_that_says_what_fits(model: Tin
     gradients(model, step, [_words(longest * 15 // 16)])  # its own plan may have other chunks
 
 
-def test_without_strict_it_is_a_warning_about_the_range_and_the_batch(model: TinyLM) -> None:
+def test_without_strict_it_is_a_warning_about_the_range(model: TinyLM) -> None:
     _, at_4096, at_2048 = _peaks(model, 4000)
     budget = at_2048 + (at_4096 - at_2048) // 4
     step = _compiled(_loss_of(model), memory_budget=budget, strict=False)
     (said,) = _caught(step, model, 3500)
-    assert "This is at ids.size()[1] = 4096, the end of its range; the batch of " in said
-    assert "ids.size()[1] = 3500 needs" in said and "The budget holds up to" in said
+    assert "This is at ids.size()[1] = 4096. The budget holds up to" in said
     assert any("The budget holds up to" in note for note in mstpass.reports()[-1].outcome.notes)
 
 

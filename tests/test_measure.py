@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mstpass.measure import Timing, measure, peak_bytes, timed
+from mstpass.measure import Timing, peak_bytes, timed
 
 DEVICES = [
     "cpu",
@@ -104,10 +104,3 @@ def test_ratio_is_the_median_over_rounds():
     assert slow.ratio_to(fast) == 2.0
     assert slow.median_s == 4.0
     assert slow.min_s == 2.0
-
-
-def test_measure_gives_both():
-    result = measure({"one": lambda: floats("cpu")}, repeats=2)["one"]
-    assert result.name == "one"
-    assert result.peak_mib == 1.0
-    assert len(result.timing.seconds) == 2

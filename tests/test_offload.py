@@ -210,7 +210,7 @@ def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
 
 
 def test_the_least_memory_is_no_more_than_under_a_budget() -> None:
-    """With little host memory, the lowest peak is that of a plan between two landmarks."""
+    """With little host memory, the lowest peak is that of a plan between two others."""
     model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
     with host_on_cpu(1e6):
         peaks = [

@@ -272,7 +272,7 @@ def test_each_range_of_lengths_becomes_leaner_for_itself(allocator: Allocator) -
     expected = {length: run(length) for length in (900, 2000, 700)}
     count = len(peaks(before))
     allocator.forwards = 1
-    with pytest.warns(UserWarning, match="and lengths to compile"):
+    with pytest.warns(UserWarning, match="Set memory_budget="):
         found = run(900)
     torch.testing.assert_close(found, expected[900], rtol=1e-4, atol=1e-7)
     allocator.backwards = 1

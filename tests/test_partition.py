@@ -18,6 +18,7 @@ from mstpass import pipeline
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.memory.simulate_plan import step_memory, step_us
 from mstpass.options import Options
+from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.solvers.peak_search import peak_search
@@ -186,7 +187,7 @@ def test_slack_is_spent_on_the_slowest_ops() -> None:
     problem = _attentions(blocks=12).allowing(True)
     least = peak_search(problem, 0)
     memory = step_memory(problem, least.saved, least.nested)
-    room = slack_spent(problem, least, memory.peak_bytes + 2 * 11).plan
+    room = slack_spent(problem, Candidate(problem, least), memory.peak_bytes + 2 * 11).plan
     again = [name for name in recomputed(problem, room.saved) if name.startswith("a")]
     before = [name for name in recomputed(problem, least.saved) if name.startswith("a")]
     assert len(again) <= len(before) - 2
@@ -200,7 +201,9 @@ def test_slack_is_spent_on_large_graphs_too() -> None:
     problem = dataclasses.replace(problem, values=values)
     assert len(problem.values) + len(problem.backward) > 40_000
     least = Plan(frozenset(value.name for value in values if value.name[0] == "x"))
-    room = slack_spent(problem, least, sum(value.bytes for value in values) + 20).plan
+    room = slack_spent(
+        problem, Candidate(problem, least), sum(value.bytes for value in values) + 20
+    ).plan
     assert step_us(problem, room.saved) < 0.6 * step_us(problem, least.saved)
 
 

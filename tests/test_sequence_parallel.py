@@ -158,7 +158,7 @@ def test_documents_that_do_not_fit_are_refused() -> None:
 def test_masks(causal: bool) -> None:
     """Against the definition, token by token."""
     documents = torch.tensor([[0, 0, 0, 1, 1, PADDING], [2, 2, 2, 2, 2, 2]])
-    mask = mask_of(Rules(causal, window=2), documents, torch.zeros(2, 1, 6, 4))
+    mask = mask_of(Rules(causal, window=2, documents_BS=documents), torch.zeros(2, 1, 6, 4))
     assert mask is not None
     for b in range(2):
         for i in range(6):
@@ -166,7 +166,7 @@ def test_masks(causal: bool) -> None:
                 near = i - j < 2 and (causal or j - i < 2)
                 seen = near and (j <= i or not causal) and bool(documents[b, i] == documents[b, j])
                 assert bool(mask[b, 0, i, j]) is seen
-    assert mask_of(Rules(causal, window=6), None, torch.zeros(2, 1, 6, 4)) is None
+    assert mask_of(Rules(causal, window=6), torch.zeros(2, 1, 6, 4)) is None
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -175,7 +175,7 @@ def test_sinks(window: int | None) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 6, 8, dtype=torch.float64) for heads in (4, 2, 2))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    found = attend(q, k, v, Rules(window=window), sinks_H=sinks)
+    found = attend(q, k, v, Rules(window=window, sinks_H=sinks))
     place = torch.arange(6)
     before = place[:, None] - place[None]
     hidden = (before < 0) | (before >= (window or 6))
@@ -190,7 +190,7 @@ def test_sinks(window: int | None) -> None:
 def test_a_soft_cap_with_sinks_is_refused() -> None:
     x = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="a soft cap and sinks"):
-        attend(x, x, x, Rules(softcap=1.0), sinks_H=torch.zeros(2))
+        attend(x, x, x, Rules(softcap=1.0, sinks_H=torch.zeros(2)))
 
 
 def test_key_value_heads_are_repeated_no_more_than_is_needed() -> None:

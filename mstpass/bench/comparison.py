@@ -58,7 +58,6 @@ class Contender:
         options: mst's options; None for others.
         missing: why it cannot be run here.
         own_kernels: it launches kernels of its own, which cannot be traced without a GPU.
-        from_peaks: makes the contender from the peaks of earlier ones in bytes, by name.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Contender:
     options: Mapping[str, Any] | None = None
     missing: str = ""
     own_kernels: bool = False
-    from_peaks: Callable[[Mapping[str, int]], Contender] | None = None
 
 
 Fn = Callable[..., Tensor]

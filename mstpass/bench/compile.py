@@ -17,8 +17,6 @@ examples:
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +33,6 @@ from mstpass.bench.comparison import INDUCTOR, MST, inductor, mst
 from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.models import LlamaSize, LossFn, Work, llama
 from mstpass.bench.results import Result, Row, Table, Target, quotient, seconds_cell
-from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.torch_internals.caches import counters
 from mstpass.tracing.joint_graphs import trace_joint
@@ -49,17 +46,11 @@ QUICK_PLANNED = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, leng
 
 @dataclass(frozen=True)
 class PlanningRow:
-    """CPU seconds to read the graph, to detect its regions, and to plan, for one depth."""
+    """CPU seconds to plan a graph of one depth."""
 
     layers: int
     nodes: int
-    read_s: float
-    detect_s: float
-    plan_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.read_s + self.detect_s + self.plan_s
+    seconds: float
 
 
 def run_planning(arguments: Arguments) -> Result:
@@ -67,71 +58,47 @@ def run_planning(arguments: Arguments) -> Result:
     rows = []
     with advancing("planning", len(depths)) as advance:
         for depth in depths:
-            rows.append(measured(dataclasses.replace(size, layers=depth), arguments))
+            rows.append(planned(replace(size, layers=depth), arguments))
             advance(f"{depth} layers")
     shape = f"d={size.width}, l={size.mlp_width}, V={size.vocabulary}, N={size.length}, fp32"
     result = Result("planning", f"Planning a Llama-like step by its depth: {shape}")
-    result.tables.append(_planning_table(rows))
-    result.targets += _planning_targets(rows)
+    columns: dict[str, Callable[[PlanningRow], str]] = {
+        "": lambda row: f"{row.layers} layers",
+        "nodes": lambda row: str(row.nodes),
+        "CPU s": lambda row: seconds_cell(row.seconds),
+    }
+    result.tables.append(Table.of("planning", rows, columns))
+    first, last = rows[0], rows[-1]
+    result.targets += [
+        Target(f"{row.layers} layers: planning, s", row.seconds, PLANNING_LIMIT_S)
+        for row in rows
+        if row.layers == LIMIT_DEPTH
+    ]
+    what = f"planning time of {last.layers} / {first.layers} layers"
+    limit = LINEAR * last.layers / first.layers
+    result.targets.append(Target(what, quotient(last.seconds, first.seconds), limit))
     result.notes.append(
-        "CPU seconds of mst's own stages for the joint graph of forward and backward, default "
-        f"options; the fastest of {arguments.repeats}."
+        "CPU seconds to read the joint graph of forward and backward, to find its regions and to "
+        f"plan, default options; the fastest of {arguments.repeats}."
     )
-    result.records["rows"] = [dataclasses.asdict(row) for row in rows]
+    result.records["rows"] = [asdict(row) for row in rows]
     return result
 
 
-def measured(size: LlamaSize, arguments: Arguments) -> PlanningRow:
+def planned(size: LlamaSize, arguments: Arguments) -> PlanningRow:
     model, ids_BS, target_BS = llama(size, arguments.device)
 
     def take(module: fx.GraphModule, num_fwd_outputs: int) -> PlanningRow:
-        runs = [_stage_seconds(module, num_fwd_outputs) for _ in range(arguments.repeats)]
-        read_s, detected_s, planned_s = min(runs, key=lambda seconds: seconds[-1])
-        nodes = len(module.graph.nodes)
-        return PlanningRow(size.layers, nodes, read_s, detected_s - read_s, planned_s - detected_s)
+        seconds = []
+        for _ in range(arguments.repeats):
+            start = time.process_time()
+            pipeline.run(
+                module, Options.parse({}), num_fwd_outputs=num_fwd_outputs, stop_after="plan"
+            )
+            seconds.append(time.process_time() - start)
+        return PlanningRow(size.layers, len(module.graph.nodes), min(seconds))
 
     return trace_joint(model, (ids_BS, target_BS), take)
-
-
-def _stage_seconds(module: fx.GraphModule, num_fwd_outputs: int) -> list[float]:
-    """CPU seconds until the end of each stage."""
-    run_planning = functools.partial(
-        pipeline.run, module, Options.parse({}), num_fwd_outputs=num_fwd_outputs
-    )
-    seconds = []
-    for stage in (
-        functools.partial(JointGraph, module, num_fwd_outputs),
-        functools.partial(run_planning, stop_after="detect"),
-        functools.partial(run_planning, stop_after="plan"),
-    ):
-        start = time.process_time()
-        stage()
-        seconds.append(time.process_time() - start)
-    return seconds
-
-
-def _planning_table(rows: Sequence[PlanningRow]) -> Table:
-    columns = {
-        "": lambda row: f"{row.layers} layers",
-        "nodes": lambda row: str(row.nodes),
-        "read s": lambda row: seconds_cell(row.read_s),
-        "detect s": lambda row: seconds_cell(row.detect_s),
-        "plan s": lambda row: seconds_cell(row.plan_s),
-        "all s": lambda row: seconds_cell(row.total_s),
-    }
-    return Table.of("planning", rows, columns)
-
-
-def _planning_targets(rows: Sequence[PlanningRow]) -> list[Target]:
-    first, last = rows[0], rows[-1]
-    growth = last.layers / first.layers
-    what = f"planning time of {last.layers} / {first.layers} layers"
-    ratio = quotient(last.total_s, first.total_s)
-    deep = [row for row in rows if row.layers == LIMIT_DEPTH]
-    targets = [
-        Target(f"{row.layers} layers: planning, s", row.total_s, PLANNING_LIMIT_S) for row in deep
-    ]
-    return [*targets, Target(what, ratio, LINEAR * growth)]
 
 
 # ---- compile time --------------------------------------------------------------------------------

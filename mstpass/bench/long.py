@@ -17,18 +17,13 @@ examples:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import cast
-
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from collections.abc import Mapping
 
 from mstpass.bench import comparison, results
 from mstpass.bench.comparison import INDUCTOR, Contender, inductor, mst
 from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import LlamaSize, Work, llama
-from mstpass.bench.results import Result, Row, Table, Target
+from mstpass.bench.results import Result, Row, Target
 
 SIZE = LlamaSize(width=512, layers=4, heads=8, mlp_width=2048, vocabulary=32_000, length=16_384)
 QUICK = LlamaSize(width=64, layers=2, heads=4, mlp_width=128, vocabulary=512, length=1024)
@@ -36,9 +31,6 @@ SHARED = 4  # with --grouped: so many heads of queries read the keys of one
 NEAR_LEAST = (0.04, 0.06)  # shares of the memory between least and free that save most of the time
 PEAK_LIMIT, TIME_LIMIT, DEVIATION_LIMIT = 0.65, 1.05, 0.03
 BLOCKS_PEAK_LIMIT, BLOCKS_TIME_LIMIT = 0.75, 1.10  # of loops over heads; over tokens alone
-BLOCK_VALUES_LIMIT = 3.9  # of N x d, in one block
-SHORT = 'mst, chunk="blocks", short chunks'
-SHORTER = 'mst, memory_budget=0.1, chunk="blocks", shorter chunks'  # keeps attention's results
 
 
 def run(arguments: Arguments) -> Result:
@@ -82,52 +74,7 @@ def _grouped(size: LlamaSize, arguments: Arguments) -> Result:
         Target("time / of loops over tokens alone", time, BLOCKS_TIME_LIMIT),
     ]
     result.notes.append(f"{results.ROUNDS} Each plan is that of memory_budget=0.0.")
-    _add_block(result, dataclasses.replace(size, layers=1, length=size.length // 4), arguments)
     return result
-
-
-def _add_block(result: Result, size: LlamaSize, arguments: Arguments) -> None:
-    """One block by itself.
-
-    In a model of several blocks the gradient of a block's input is written over that of its output.
-    Here the caller holds the latter, so that the former does not count.
-    """
-    model, ids, _ = llama(size, arguments.device)
-    layer, x_BSD = model.layers[0], model.embed(ids).detach().requires_grad_()
-    leaves, tangent = [x_BSD, *layer.parameters()], torch.randn_like(x_BSD)
-    gradients_bytes = sum(leaf.nbytes for leaf in leaves)
-
-    def loss_fn() -> Tensor:
-        found: Tensor = layer(x_BSD, model.cos, model.sin, 1)
-        return found
-
-    again = lambda: cast(Tensor, checkpoint(loss_fn, use_reentrant=False))
-    contenders = [
-        comparison.eager("eager, checkpointed", again),
-        mst(_name(0.0, "heads"), memory_budget=0.0, chunk="heads"),
-        mst(_name(0.0), memory_budget=0.0),
-        mst(SHORT, memory_budget=0.0, chunk="blocks", chunk_tokens=size.length // 32),
-        mst(SHORTER, memory_budget=0.1, chunk="blocks", chunk_tokens=size.length // 64),
-    ]
-    work = Work(loss_fn, leaves, tangent)
-    rows = comparison.measured("one block", contenders, work, arguments)
-    base, row = rows[contenders[0].name], rows[SHORTER]
-    values = lambda r: results.quotient(
-        r.peak_bytes and r.peak_bytes - gradients_bytes, x_BSD.nbytes
-    )
-    columns: dict[str, Callable[[Row], str]] = {
-        "step": lambda r: r.name,
-        "values of N x d without gradients of weights and input": lambda r: results.text_of(
-            values(r), "{:.2f}".format
-        ),
-        "time / checkpointed": lambda r: results.times_cell(results.time_ratio(r, base)),
-    }
-    result.tables.append(Table.of(f"one block: {size}", rows.values(), columns))
-    result.targets += [
-        Target("one block: values of N x d", values(row), BLOCK_VALUES_LIMIT),
-        Target("one block: time / checkpointed", results.time_ratio(row, base), 1.0),
-    ]
-    result.records["one block"] = results.records(rows)
 
 
 def _name(budget: float, chunk: str = "auto") -> str:

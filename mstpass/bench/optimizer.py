@@ -11,17 +11,18 @@ examples:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mstpass.bench.comparison import INDUCTOR, MST
 from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.results import Result, Table, Target, times_cell
 from mstpass.measure import peak_bytes, timed
 
+_Update = tuple[list[nn.Parameter], Callable[[], Any]]  # parameters, and what updates them
 Optimizers = Mapping[str, Callable[..., torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
     "AdamW": torch.optim.AdamW,
@@ -36,6 +37,7 @@ _TOLERANCE = 1e-5  # of the parameters, relative to the largest
 
 
 def run(arguments: Arguments) -> Result:
+    device = arguments.device
     count, shape = (4, (64, 64)) if arguments.quick else (16, (1024, 512))
     result = Result("optimizer", f"An optimizer's step: {count} parameters of {shape}, fp32")
     ways = {"eager, one by one": None, FOREACH: None, INDUCTOR: "inductor", MST: "mst"}
@@ -43,16 +45,17 @@ def run(arguments: Arguments) -> Result:
     with advancing("optimizer", len(OPTIMIZERS) * len(ways)) as advance:
         for name, make in OPTIMIZERS.items():
             updates = {
-                way: _Update(make, way != next(iter(ways)), backend, count, shape, arguments.device)
+                way: _updated(make, way != next(iter(ways)), backend, count, shape, device)
                 for way, backend in ways.items()
             }
+            expected = updates[FOREACH][0]
+            error = max(_difference(parameters, expected) for parameters, _ in updates.values())
+            steps = {way: step for way, (_, step) in updates.items()}
             shares = {}
-            for way, update in updates.items():
+            for way, step in steps.items():
                 advance(f"{name}: {way}")
-                shares[way] = update.peak_bytes() / update.parameter_bytes
-            error = max(u.difference(updates[FOREACH]) for u in updates.values())
-            steps = {way: update.step for way, update in updates.items()}
-            times = timed(steps, arguments.repeats, device=arguments.device)
+                shares[way] = peak_bytes(step, device) / sum(p.nbytes for p in expected)
+            times = timed(steps, arguments.repeats, device=device)
             relative = [times[way].ratio_to(times[FOREACH]) for way in (INDUCTOR, MST)]
             lines.append((name, *map(times_cell, (*shares.values(), *relative))))
             result.targets += [
@@ -65,43 +68,34 @@ def run(arguments: Arguments) -> Result:
     return result
 
 
-class _Update:
-    """An optimizer with its parameters and gradients, which are the same for all ways."""
+def _updated(
+    make: Callable[..., torch.optim.Optimizer],
+    foreach: bool,
+    backend: str | None,
+    count: int,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> _Update:
+    """Parameters after two steps, the same for all ways but for their rounding, and the step."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, device=device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = make(parameters, foreach=foreach)
+    optimizer.step()  # makes the states
+    step: Callable[[], Any] = optimizer.step
+    if backend is not None:
+        torch.compiler.reset()
+        step = torch.compile(optimizer.step, backend=backend)
+    step()
+    return parameters, step
 
-    def __init__(
-        self,
-        make: Callable[..., torch.optim.Optimizer],
-        foreach: bool,
-        backend: str | None,
-        count: int,
-        shape: tuple[int, int],
-        device: torch.device,
-    ):
-        torch.manual_seed(0)
-        self.parameters = [nn.Parameter(torch.randn(shape, device=device)) for _ in range(count)]
-        for parameter in self.parameters:
-            parameter.grad = torch.randn_like(parameter)
-        self.device = device
-        optimizer = make(self.parameters, foreach=foreach)
-        optimizer.step()  # makes the states
-        self.step: Callable[[], Any] = optimizer.step
-        if backend is not None:
-            torch.compiler.reset()
-            self.step = torch.compile(optimizer.step, backend=backend)
-        self.step()
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(p.nbytes for p in self.parameters)
-
-    def peak_bytes(self) -> int:
-        return peak_bytes(self.step, self.device)
-
-    def difference(self, other: _Update) -> float:
-        """The largest difference of a parameter, relative to the largest parameter."""
-        pairs = zip(self.parameters, other.parameters, strict=True)
-        largest = max(float(p.detach().abs().max()) for p in other.parameters)
-        return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
+def _difference(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference of a parameter, relative to the largest of the others."""
+    largest = max(float(p.detach().abs().max()) for p in others)
+    pairs = zip(parameters, others, strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
 
 
 main = Benchmark("optimizer", (run,), __doc__)

@@ -87,13 +87,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _one(campaign: Campaign, number: int) -> int:
     # These import torch, which takes seconds.
-    from mstpass.fuzz.case import draw
+    from mstpass.fuzz.case import CALL, draw
     from mstpass.fuzz.checks import check_case
-    from mstpass.fuzz.program import Setup
     from mstpass.fuzz.render import source
 
     case = draw(campaign.seed, number)
-    print(f"{source(case)}\n# {Setup.of(case)}", flush=True)
+    print(f"{source(case)}\n# {case.other_than_plain(CALL)}", flush=True)
     checked = check_case(case, campaign.kind)
     print(f"# {checked.status} in {checked.seconds} s {checked.reason}")
     for failure in checked.failures:

@@ -40,62 +40,77 @@ _BEST = 0  # number of ranks that share a sequence: the best one
 def parser_of_plan() -> argparse.ArgumentParser:
     parser = command_parser("mstpass plan", __doc__)
     _add_step(parser.add_argument_group("model, device and step"))
-    _add_training(parser.add_argument_group("training"))
-    _add_adapters(parser.add_argument_group("adapters"))
-    _add_ranks(parser.add_argument_group("several GPUs"))
-    _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
+    _add_training(_Options(parser.add_argument_group("training")))
+    _add_adapters(_Options(parser.add_argument_group("adapters")))
+    _add_ranks(_Options(parser.add_argument_group("several GPUs")))
+    _add_comparison(parser.add_argument_group("host memory, and the rows to compare with"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help=f"draw the longest sequence against the memory of the device ({_PICTURES})",
-    )
+    text = f"draw the longest sequence against the memory of the device ({_PICTURES})"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
     return parser
 
 
+class _Options:
+    """Adds options that are attributes of `Request` or `Training`.
+
+    Flag, type, choices and default are the attribute's.
+    """
+
+    def __init__(self, group: Any):
+        self._group = group
+        kinds = map(dataclasses.fields, (request.Request, training.Training))
+        self._fields = {field.name: field for fields in kinds for field in fields}
+        self._choices = {**request.CHOICES, **training.CHOICES}
+
+    def __call__(self, name: str, text: str, *flags: str, **more: Any) -> None:
+        """Add an option; its help ends with the default, unless the text has the word.
+
+        Args:
+            flags: in the place of the one that is the attribute's name.
+        """
+        field = self._fields[name]
+        known = {} if field.default is dataclasses.MISSING else {"default": field.default}
+        if field.type == "bool":
+            known["action"] = "store_true"
+        elif str(field.type).startswith("int"):
+            known["type"] = count
+        else:
+            known["choices"] = self._choices.get(name)
+        given = {**known, **more}
+        if given.get("default") and "default" not in text:
+            text = f"{text} (default: %(default)s)".lstrip()
+        flags = flags or (f"--{name.replace('_', '-')}",)
+        self._group.add_argument(*flags, dest=name, help=text, **given)
+
+
 def _add_step(group: Any) -> None:
-    add = group.add_argument
-    add("--model", required=True, help="a name such as llama3-8b, or the path of a config.json")
+    add = _Options(group)
+    model = "a name such as llama3-8b, or the path of a config.json"
+    add("model", model, required=True)
     add_gpu(group)
+    memory = "such as 80GiB; required without --gpu (default: that of --gpu)"
+    size: dict[str, Any] = {"type": byte_size, "metavar": "SIZE"}
+    add("device_bytes", memory, "--device-memory", **size)
+    overhead = "device memory that tensors cannot use, such as CUDA's context"
+    add("overhead_bytes", overhead, "--overhead", default=request.OVERHEAD, **size)
+    add("length", "plan this sequence length", "--sequence", metavar="TOKENS")
     add(
-        "--device-memory",
-        dest="device_bytes",
-        type=byte_size,
-        metavar="SIZE",
-        help="such as 80GiB; required without --gpu (default: that of --gpu)",
-    )
-    add(
-        "--overhead",
-        dest="overhead_bytes",
-        type=byte_size,
-        default=request.OVERHEAD,
-        metavar="SIZE",
-        help="device memory that tensors cannot use, such as CUDA's context (default: %(default)s)",
-    )
-    add("--sequence", dest="length", type=count, metavar="TOKENS", help="plan this sequence length")
-    add(
-        "--search",
+        "search",
+        f"choose these, some of {','.join(request.SEARCHED)}, by the most tokens per second that "
+        f"fit; with {request.LENGTH} among them, --sequence is the shortest length (default of "
+        f"it: {request.SHORTEST:,})",
         type=_searched,
-        default=frozenset(),
         metavar="NAMES",
-        help=f"choose these, some of {','.join(request.SEARCHED)}, by the most tokens per second "
-        f"that fit; with {request.LENGTH} among them, --sequence is the shortest length (default "
-        f"of it: {request.SHORTEST:,})",
     )
-    add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
+    add("batch", "sequences on one device")
     add(
-        "--attention",
-        choices=training.ATTENTIONS,
-        help="model: the model's own, with the masks that it needs when it is compiled; flash: "
+        "attention",
+        "model: the model's own, with the masks that it needs when it is compiled; flash: "
         "FlashAttention-2, which needs none (default: model, with --document flash)",
+        default=None,
     )
-    add(
-        "--document",
-        type=count,
-        metavar="TOKENS",
-        help="tokens of a sequence that are not padding, which attention skips (default: all)",
-    )
+    document = "tokens of a sequence that are not padding, which attention skips (default: all)"
+    add("document", document, metavar="TOKENS")
 
 
 def _searched(text: str) -> frozenset[str]:
@@ -106,144 +121,80 @@ def _searched(text: str) -> frozenset[str]:
     return names
 
 
-def _add_training(group: Any) -> None:
-    add = group.add_argument
+def _add_training(add: _Options) -> None:
     add(
-        "--dtype",
-        choices=training.DTYPES,
-        default="bf16",
-        help="of weights and activations; autocast has fp32 weights and bf16 matrix products "
-        "(default: %(default)s)",
+        "dtype",
+        "of weights and activations; autocast has fp32 weights and bf16 matrix products",
     )
-    states = "; ".join(
-        f"{name}: {optimizer.text}" for name, optimizer in training.OPTIMIZERS.items()
-    )
+    states = (f"{name}: {optimizer.text}" for name, optimizer in training.OPTIMIZERS.items())
+    add("optimizer", "; ".join(states))
+    add("master_weights", "keep an fp32 copy of bf16 weights")
+    add("optimizer_in_backward", "use each gradient as soon as it is complete, and free it")
     add(
-        "--optimizer",
-        choices=training.OPTIMIZERS,
-        default="adamw",
-        help=f"{states} (default: %(default)s)",
-    )
-    add("--master-weights", action="store_true", help="keep an fp32 copy of bf16 weights")
-    add(
-        "--optimizer-in-backward",
-        action="store_true",
-        help="use each gradient as soon as it is complete, and free it",
-    )
-    add(
-        "--optimizer-step",
-        choices=training.OPTIMIZER_STEPS,
-        default="fused",
-        help="foreach, the default of torch.optim, needs temporary values for all parameters at "
-        'once; compiled: torch.compile(optimizer.step, backend="mst") (default: %(default)s)',
+        "optimizer_step",
+        "foreach, the default of torch.optim, needs temporary values for all parameters at once; "
+        'compiled: torch.compile(optimizer.step, backend="mst") (default: %(default)s)',
     )
 
 
-def _add_adapters(group: Any) -> None:
-    add = group.add_argument
+def _add_adapters(add: _Options) -> None:
+    add("lora", "train adapters of this rank, beside frozen weights (peft)", metavar="RANK")
+    target = "linear layers with adapters, such as q_proj,v_proj (default: all but the head)"
+    add("target", target, metavar="NAMES")
     add(
-        "--lora",
-        type=count,
-        default=0,
-        metavar="RANK",
-        help="train adapters of this rank, beside frozen weights (peft)",
-    )
-    add(
-        "--target",
-        default=training.ALL,
-        metavar="NAMES",
-        help="linear layers with adapters, such as q_proj,v_proj (default: all but the head)",
-    )
-    add(
-        "--weights",
-        choices=training.WEIGHTS,
-        default=training.AS_MODEL,
-        help="of frozen linear layers; nf4: in 4 bits (bitsandbytes), needs --lora (default: "
+        "weights",
+        "of frozen linear layers; nf4: in 4 bits (bitsandbytes), needs --lora (default: "
         "%(default)s, of --dtype)",
     )
 
 
-def _add_ranks(group: Any) -> None:
-    add = group.add_argument
+def _add_ranks(add: _Options) -> None:
+    add("sharding", "fsdp is zero3", choices=(*training.CHOICES["sharding"], "fsdp"))
+    add("ranks", "devices, which share the sharded parts", "--gpus", "--ranks", metavar="N")
     add(
-        "--sharding",
-        choices=(*training.SHARDINGS, "fsdp"),
-        default="none",
-        help="fsdp is zero3 (default: %(default)s)",
-    )
-    add(
-        "--gpus",
-        "--ranks",
-        dest="ranks",
-        type=count,
-        default=1,
-        metavar="N",
-        help="devices, which share the sharded parts (default: %(default)s)",
-    )
-    add(
-        "--head-groups",
-        type=count,
-        metavar="N",
-        help="of ranks that exchange heads: in so many groups, one after the other (default: of "
+        "head_groups",
+        "of ranks that exchange heads: in so many groups, one after the other (default: of "
         f"{', '.join(map(str, request.GROUPS))} the fewest with which --sequence fits, or without "
         "it those that lead to the longest sequence)",
+        default=None,
+        metavar="N",
     )
     add(
+        "sequence_ranks",
+        "ranks that share each sequence, as mstpass.sequence_parallel does; without a number, "
+        "the best one: of the longest sequence or, with --sequence, of the most tokens per second",
         "--sequence-parallel",
-        dest="sequence_ranks",
-        type=count,
         nargs="?",
         const=_BEST,
-        default=1,
         metavar="RANKS",
-        help="ranks that share each sequence, as mstpass.sequence_parallel does; without a number, "
-        "the best one: of the longest sequence or, with --sequence, of the most tokens per second",
     )
 
 
 def _add_comparison(group: Any) -> None:
-    add = group.add_argument
+    add = _Options(group)
     add(
-        "--allocator",
-        choices=request.ALLOCATORS,
-        default=request.EXPANDABLE,
-        help="expandable: PyTorch's allocator with expandable_segments:True, which leaves no gaps; "
-        "caching: its default, with simulated gaps (default: %(default)s)",
+        "logits",
+        "of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "
+        "in tiles, once more in the backward, as in TRL's chunked_nll",
     )
     add(
-        "--logits",
-        choices=request.LOGITS,
-        default="model",
-        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "
-        "in tiles, once more in the backward, as in TRL's chunked_nll (default: %(default)s)",
+        "outputs",
+        "of the eager rows; held: the loop keeps the model's outputs until backward is over, "
+        "as `outputs = model(...)` does",
     )
     add(
-        "--outputs",
-        choices=request.OUTPUTS,
-        default="held",
-        help="of the eager rows; held: the loop keeps the model's outputs until backward is over, "
-        "as `outputs = model(...)` does (default: %(default)s)",
+        "mlp_tiles",
+        "of the MST recipe; kept: backward holds what all tiles of an MLP need; again: it "
+        "computes each tile once more, as ALST does",
     )
-    add(
-        "--mlp-tiles",
-        choices=request.MLP_TILES,
-        default="kept",
-        help="of the MST recipe; kept: backward holds what all tiles of an MLP need; again: it "
-        "computes each tile once more, as ALST does (default: %(default)s)",
+    offload = (
+        "saved values of mst's row may wait in host memory, as with the option host_budget, and so "
+        "do inputs of layers that eager rows checkpoint"
     )
-    add(
-        "--offload",
-        action="store_true",
-        help="saved values of mst's row may wait in host memory, as with the option host_budget, "
-        "and so do inputs of layers that eager rows checkpoint",
-    )
-    add(
-        "--host-memory",
-        type=byte_size,
-        metavar="SIZE",
-        help=f"how much of it, for one device (default: {_HOST_MEMORY}); needs --offload",
-    )
-    add("--alone", action="store_true", help="plan mst's row only, which is faster")
+    group.add_argument("--offload", action="store_true", help=offload)
+    memory = f"how much of it, for one device (default: {_HOST_MEMORY}); needs --offload"
+    group.add_argument("--host-memory", type=byte_size, metavar="SIZE", help=memory)
+    add("alone", "plan mst's row only, which is faster")
 
 
 def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

@@ -145,23 +145,11 @@ def graph_break_note(reason: GraphCompileReason) -> str:
     """Where and why torch.compile ends a graph before the function ends, and what to change."""
     lines = [line.strip() for line in reason.reason.splitlines() if line.strip()]
     advice = _advice_for(reason.reason)
+    place = _user_place([(frame.filename, frame.lineno) for frame in reason.user_stack])
     return (
-        f"the graph ends where torch.compile breaks it, at {_break_place(reason)}: "
+        f"the graph ends where torch.compile breaks it, at {place or 'a call'}: "
         f"{_first_line(lines)}" + (f"; {advice}" if advice else "")
     )
-
-
-def graph_break_fix(reason: GraphCompileReason) -> str:
-    """What to change about a large output that exists because of a graph break."""
-    return (
-        f"remove the graph break at {_break_place(reason)}: the code after it reads this value, "
-        "so the graph has to return it"
-    )
-
-
-def _break_place(reason: GraphCompileReason) -> str:
-    frames = [(frame.filename, frame.lineno) for frame in reason.user_stack]
-    return _user_place(frames) or "a call"
 
 
 def callees_note(fn: Callable[..., Any]) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -24,31 +23,23 @@ from mstpass.explainer.errors import (
     ExplainError,
     callees_note,
     error_message,
-    graph_break_fix,
     graph_break_note,
     no_backward_message,
     stopped_note,
 )
 from mstpass.frame_stack import with_deep_stack
-from mstpass.graph.advice import is_output
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
-from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import OptionError, Options
-from mstpass.partition.solve import peak_limit_bytes
-from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.partition.solvers.candidate import baseline
 from mstpass.passes.runner import PassRunner
-from mstpass.problem.apply_modes import Cycle
-from mstpass.problem.saved_set import InvalidPlan
+from mstpass.plans import Outcome
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import ParetoPoint
 from mstpass.report.graph_ends import rnn_left_out
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import traces_backward_again
-from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.torch_internals.settings import no_collection_after_tracing
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
@@ -100,39 +91,16 @@ def explain_step(
     pareto: bool = False,
     device: torch.device | str | None = None,
     gpu: str | None = None,
+    left_bytes: Callable[[Sequence[Any]], int] | None = None,
 ) -> Report:
     """`explain` with ``fn``'s arguments in a sequence and a mapping.
 
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
+        left_bytes: what the device has left for the step under the budget ``"auto"``, by the
+            graph's inputs; None: what it has left now.
     """
-    return _one_report(fn, args, kwargs or {}, _ReportMaker(options, pareto), device, gpu)
-
-
-def explain_with_room(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Mapping[str, Any] | None,
-    gpu: str,
-    left_bytes: Callable[[Sequence[Any]], int],
-) -> Report:
-    """`explain` for a GPU, on which ``left_bytes`` of the graph's inputs are left for the step.
-
-    They are the memory budget, where the options give none.
-    """
-    maker = _ReportMaker(options, left_bytes=left_bytes)
-    return _one_report(fn, args, kwargs, maker, "cuda", gpu)
-
-
-def _one_report(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    maker: _ReportMaker,
-    device: torch.device | str | None,
-    gpu: str | None,
-) -> Report:
+    kwargs, maker = kwargs or {}, _ReportMaker(options, pareto, left_bytes)
     with _user_errors(fn, args, kwargs), traced_for(device, gpu) as of_tensors, _collector_off():
         _check_arguments(fn, args, kwargs)
         return with_deep_stack(
@@ -183,7 +151,7 @@ def explain_parts(
             trace_each_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
         )
     reports = [
-        report if graph_break is None else _with_graph_break(report, graph_break)
+        report if graph_break is None else _with_note(report, graph_break_note(graph_break))
         for report, graph_break in traced.parts
     ]
     if left_out := rnn_left_out(modules_near(fn, (*args, *kwargs.values()))):
@@ -193,15 +161,6 @@ def explain_parts(
     if traced.stopped_by is not None:
         reports[-1] = _with_note(reports[-1], stopped_note(traced.stopped_by))
     return reports
-
-
-def _with_graph_break(report: Report, reason: GraphCompileReason) -> Report:
-    """The report of a graph that ends at a break: the break explains why it has large outputs."""
-    rejections = tuple(
-        dataclasses.replace(r, fix=graph_break_fix(reason)) if is_output(r.reason) else r
-        for r in report.rejections
-    )
-    return _with_note(report.with_outcome(rejections=rejections), graph_break_note(reason))
 
 
 def _with_note(report: Report, note: str) -> Report:
@@ -261,8 +220,7 @@ class _ReportMaker:
     outputs out of it.
 
     Args:
-        left_bytes: what the device has left for the step under the budget ``"auto"``, by the
-            graph's inputs; None: what it has left now.
+        pareto, left_bytes: as of ``explain_step``.
     """
 
     def __init__(
@@ -297,8 +255,7 @@ class _ReportMaker:
         with runner.left_out("the picture of the step"):
             details = collect_details(result)
             if details is not None and self._pareto:
-                outputs = torch_kwargs["num_fwd_outputs"]
-                points = pareto_points(result, module, given, limit, outputs)
+                points = _pareto_points(result.outcome, module, given, limit, known)
                 details = dataclasses.replace(details, pareto=points)
         refused = (*outcome.rejections, *runner.refused)
         outcome = dataclasses.replace(outcome, rejections=refused)
@@ -308,48 +265,25 @@ class _ReportMaker:
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)
 
 
-def pareto_points(
-    result: pipeline.Result,
+def _pareto_points(
+    at_hand: Outcome,
     module: fx.GraphModule,
     options: Options,
     limit: Limit,
-    num_fwd_outputs: int,
+    known: Mapping[str, Any],
 ) -> tuple[ParetoPoint, ...]:
-    """The plan at hand and plans at ``BUDGETS``, the highest peak first.
-
-    The plan at hand has the simulated peak of its final graphs. The others are solved on one
-    partition problem and not applied; their peaks are the solver's, which may differ from those of
-    final graphs by some percent.
-    """
-    outcome = result.outcome
-    if outcome.peak_bytes is None or outcome.extra_time is None:
-        return ()
-    at_hand = _budget_of(limit, options)
-    points = [ParetoPoint(_label(at_hand), outcome.peak_bytes, outcome.extra_time, chosen=True)]
-    # The problem of any budget below 1.0 has all modes; solving it is quickest with min_cut.
-    quick = dataclasses.replace(options, solver="min_cut")
-    any_budget = Limit(share=BUDGETS[2])
-    planned = pipeline.run(
-        module, quick, limit=any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
-    )
-    problem = planned.problem
-    assert problem is not None, "the problem is known"
-    before_us = problem.cached(baseline).us or 1.0
-    solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
-    for budget in BUDGETS:
-        if budget == at_hand:
-            continue
-        try:
-            most_bytes = peak_limit_bytes(problem, Limit(share=budget), solve)
-            step = simulate_plan(problem, solve(problem, most_bytes))
-            peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
-            if most_bytes is not None and peak_bytes > most_bytes:
-                peak_bytes = step.lowered_peak_bytes
-        except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):
-            continue  # a user's own solver may fail at some budgets
-        points.append(ParetoPoint(_label(budget), peak_bytes, extra))
-    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
-    return tuple(points)
+    """The plan at hand and plans at ``BUDGETS``, the highest peak first."""
+    outcomes: dict[object, Outcome] = {_budget_of(limit, options): at_hand}
+    for share in BUDGETS:
+        if share not in outcomes:
+            result = pipeline.run(module, options, limit=Limit(share), **known)
+            outcomes[share] = result.outcome
+    points = [
+        ParetoPoint(_label(budget), found.peak_bytes, found.extra_time, chosen=found is at_hand)
+        for budget, found in outcomes.items()
+        if found.peak_bytes is not None and found.extra_time is not None
+    ]
+    return tuple(sorted(points, key=lambda point: (-point.peak_bytes, point.extra_time)))
 
 
 def _budget_of(limit: Limit, options: Options) -> object:

@@ -10,7 +10,7 @@ Draw the case of a seed and a number: the same one on every machine, in any orde
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -150,10 +150,52 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """The options of ``torch.compile`` that differ from the defaults."""
-        names = ("memory_budget", "chunk_tokens", "solver", "reconstruct", "accumulate")
-        given = {name: getattr(self, name) for name in (*names, "logits", "chunk")}
-        plain = Case()
-        return {name: value for name, value in given.items() if value != getattr(plain, name)}
+        return self.other_than_plain(_OPTIONS)
+
+    def other_than_plain(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of these fields that are not at their plainest."""
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value != getattr(_PLAINEST, name)}
+
+    @property
+    def is_symbolic(self) -> bool:
+        first = (self.batch, self.length)
+        return any(self._varies) and all(
+            size > 1 for size, varies in zip(first, self._varies, strict=True) if varies
+        )
+
+    @property
+    def _varies(self) -> tuple[bool, bool]:
+        """Whether the batch and the length are to be symbolic."""
+        both = self.dynamic in ("both", "all")
+        return both or self.dynamic == "batch", both or self.dynamic == "length"
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Batch and length of each call. Sizes of 0 and 1 are never symbolic."""
+        first = (self.batch, self.length)
+        if not self.is_symbolic:
+            return (first, first)
+
+        def with_varying(again: tuple[int, int]) -> tuple[int, int]:
+            batch, length = (
+                max(2, later) if varies else size
+                for later, size, varies in zip(again, first, self._varies, strict=True)
+            )
+            return batch, length
+
+        return (first, *map(with_varying, self.again))
+
+
+_PLAINEST = Case()
+_OPTIONS = (
+    *("memory_budget", "chunk_tokens", "solver", "reconstruct", "accumulate"),
+    *("logits", "chunk"),
+)
+CALL = (  # fields that say how a program is called and compiled
+    *("batch", "length", "dtype", "autocast", "dynamic", "again", "forced", "budgets", "lowered"),
+    *("variants", *_OPTIONS),
+)
 
 
 def to_json(record: Case | Layer) -> dict[str, Any]:

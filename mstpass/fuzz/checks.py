@@ -29,7 +29,6 @@ from mstpass.fuzz.program import (
     Inputs,
     Program,
     References,
-    Setup,
     Values,
     wrong_values,
 )
@@ -74,12 +73,12 @@ def hold(model: Callable[[], nn.Module], inputs: Inputs, kind: str = FAST, **set
     """Check a program, as a test.
 
     Args:
-        setup: the attributes of ``Setup`` that are not plain.
+        setup: the fields of ``Case`` for the call and the options that are not plain.
 
     Raises:
         AssertionError: a value is wrong, a promise is broken, or mstpass fails.
     """
-    checked = check_program(Program(model, inputs, Setup(**setup)), kind)
+    checked = check_program(Program(model, inputs, Case(**setup)), kind)
     assert checked.status == "held", (checked.reason, *map(str, checked.failures))
 
 

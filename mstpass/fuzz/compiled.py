@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 
 from mstpass import fewer_loops
 from mstpass.captured import Captured
-from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
+from mstpass.fuzz.case import Case
+from mstpass.fuzz.program import Call, Compile, drawn, new_seed
 from mstpass.graph.sizes import Size, expression
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.limit import Limit
@@ -75,7 +76,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
+def fast(setup: Case, record: list[Recording], ours: bool = True) -> Compile:
     """Compile for running op by op; ``record`` gets the partitioner of each graph.
 
     Args:
@@ -132,7 +133,7 @@ def _run_op_by_op(
 
 
 def by_inductor(
-    setup: Setup, ours: bool = True, settings: Mapping[str, Any] | None = None
+    setup: Case, ours: bool = True, settings: Mapping[str, Any] | None = None
 ) -> Compile:
     """Compile as users do, strictly; or, for comparison, by Inductor alone.
 
@@ -145,7 +146,7 @@ def by_inductor(
     return lambda model: _compiled(model, "mst", setup, options=options)
 
 
-def _compiled(model: nn.Module, backend: Any, setup: Setup, **options: Any) -> Call:
+def _compiled(model: nn.Module, backend: Any, setup: Case, **options: Any) -> Call:
     torch.compiler.reset()
     dynamic = True if setup.dynamic == "all" else None
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic, **options)
@@ -252,7 +253,7 @@ def _seeds(count: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def forced_loops(setup: Setup) -> Iterator[None]:
+def forced_loops(setup: Case) -> Iterator[None]:
     """Loops that ``chunk_tokens`` asks for stay, as programs this small have none otherwise."""
     before = fewer_loops.FORCED_MAY_RAISE
     if setup.forced:

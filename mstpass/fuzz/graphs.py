@@ -8,107 +8,27 @@ Some programs magnify even the rounding of float64: a running sum of centred val
 for rounding, and a norm behind it divides by that. How much a program does so shows in the joint
 graph alone, whose results change where its inputs change in their last bit. An error that is no
 larger than a few such changes is none.
-
-The fourth oracle: a pass that fails costs what it makes, and nothing else.
-
-Its failure is injected. The report names the pass. If the pass would have changed nothing, the step
-has the regions that it has with it; in any case its graphs compute what the joint graph computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from mstpass import normalize, pipeline
-from mstpass.fuzz.case import VARIANTS
+from mstpass import pipeline
+from mstpass.fuzz.case import VARIANTS, Case
 from mstpass.fuzz.compiled import AsTraced, Recording, copied, draw_in_order
 from mstpass.fuzz.plans import Failure, broken_promises
-from mstpass.fuzz.program import Setup, rms
-from mstpass.graph.joint import JointGraph, Modules
+from mstpass.fuzz.program import rms
 from mstpass.inductor_hooks import pipeline_kwargs
-from mstpass.partition.reconstruct import RECONSTRUCT
-from mstpass.passes import runner
-from mstpass.passes.runner import Pass, PassRunner
-from mstpass.pipeline_stages import APPLY_PLANS
 from mstpass.torch_internals.fake_tensors import as_while_tracing
 from mstpass.torch_internals.graphs import graph_module
 
-_LISTS = (normalize.READ, normalize.SIZES, normalize.TOKENS, normalize.FOR_SECTIONS)
-_MORE = (normalize.HEADS, normalize.ROWS, (normalize.MASKS, RECONSTRUCT, APPLY_PLANS))
-PASSES = tuple(sorted({step.name for steps in (*_LISTS, *_MORE) for step in steps}))
-
-
-@dataclasses.dataclass
-class Injected:
-    """What is known of the pass: how often it ran, and whether it would have changed the graph."""
-
-    runs: int = 0
-    changes: bool = False
-
-
-@contextmanager
-def failing(name: str) -> Iterator[Injected]:
-    """Have the pass fail in here, after it has done its work."""
-    found, before, least = Injected(), PassRunner.run_alone, runner.LEAST
-
-    def instead(self: PassRunner, step: Pass, *args: Any, **kwargs: Any) -> Any:
-        def fails(joint: JointGraph, *more: Any, **options: Any) -> Any:
-            new, _ = step.run(joint, *more, **options)
-            found.runs += 1
-            found.changes |= new is not joint
-            raise ZeroDivisionError("injected")
-
-        broken = dataclasses.replace(step, run=fails) if step.name == name else step
-        return before(self, broken, *args, **kwargs)
-
-    PassRunner.run_alone, runner.LEAST = instead, runner.OFF  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        PassRunner.run_alone, runner.LEAST = before, least  # type: ignore[method-assign]
-
-
-def chosen(recording: Recording, count: int = 2) -> list[str]:
-    """Some passes: others for each graph, and the same each time."""
-    assert recording.joint is not None, "a graph was recorded"
-    return random.Random(len(recording.joint.graph.nodes)).sample(PASSES, count)
-
-
-def without(recording: Recording, name: str) -> tuple[Modules | None, list[Failure]]:
-    """The graphs of the plan without a pass, and the promises that are broken.
-
-    A pass that a graph is wrong without leaves no plan.
-    """
-    joint, options = recording.joint, dataclasses.replace(recording.options, strict=False)
-    assert joint is not None, "a graph was recorded"
-    given = pipeline_kwargs(recording.given)
-    with as_while_tracing(joint.graph):
-        before = pipeline.run(joint, options, **given).outcome
-        try:
-            with failing(name) as injected:
-                result = pipeline.run(joint, options, **given)
-        except runner.PassError:
-            return None, []
-    wrong = []
-    told = any(f"the pass {name} is refused" in r.reason for r in result.outcome.rejections)
-    if injected.runs and not told:
-        wrong.append(Failure("not told", f"the report does not name {name}, which failed"))
-    regions = [[(r.kind, r.source) for r in found.regions] for found in (before, result.outcome)]
-    if not injected.changes and regions[0] != regions[1]:
-        text = f"without {name}, which changes nothing: {regions[1]} in place of {regions[0]}"
-        wrong.append(Failure("rest not planned", text))
-    return result.modules, wrong
-
-
-# ---- the graphs ----------------------------------------------------------------------------------
 TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
 _ROUNDING = 10.0  # times the change of a value by the rounding of inputs
 _NUDGES = 3  # how often the inputs are rounded at random
@@ -118,7 +38,7 @@ _REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the genera
 _SEED = 5
 
 
-def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]]:
+def check_graphs(recording: Recording, setup: Case) -> tuple[int, list[Failure]]:
     """Run the rewritten graphs, and those of other options, which have their own promises.
 
     Returns:
@@ -138,14 +58,9 @@ def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]
             result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
         assert result.modules is not None, "the modules are known"
         plans[name] = result.modules
-        other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
+        other = dataclasses.replace(setup, **VARIANTS[name])
         for failure in broken_promises(result.outcome, other):
             wrong.append(Failure(failure.kind, f"{name}: {failure.text}"))
-    for name in chosen(recording) if setup.variants else ():
-        modules, broken = without(recording, name)
-        wrong += broken
-        if modules is not None:
-            plans[f"without {name}"] = modules
     ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
     for name, (forward, backward) in ran.items():
         found = _run_split(in_float64(forward), in_float64(backward), step, len(true.results))

@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from mstpass import pipeline
+from mstpass.fuzz.case import Case
 from mstpass.fuzz.compiled import Recording
-from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.options import Options
@@ -49,7 +49,7 @@ class Failure:
         return f"{self.kind}: {self.text}"
 
 
-def broken_promises(outcome: Outcome, setup: Setup) -> Iterator[Failure]:
+def broken_promises(outcome: Outcome, setup: Case) -> Iterator[Failure]:
     """A failure for each promise that the plan of one graph breaks."""
     for rejection in outcome.rejections:
         if rejection.stage == "error" or not rejection.reason.strip():
@@ -79,7 +79,7 @@ def broken_limits(
 
 
 def broken_peak(
-    outcome: Outcome, measured: int, setup: Setup, alone: Callable[[], tuple[int, int]]
+    outcome: Outcome, measured: int, setup: Case, alone: Callable[[], tuple[int, int]]
 ) -> Iterator[Failure]:
     """The same for a measured peak in bytes.
 
@@ -112,7 +112,7 @@ def _is_above(peak: int, other: int) -> bool:
     return peak > MEASURED_OVER_SIMULATED * other + _CALLS_BYTES
 
 
-def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
+def _keeps_loops(outcome: Outcome, setup: Case) -> bool:
     """Whether loops stay even where they raise the peak."""
     forced = setup.forced and setup.options.get("chunk_tokens") is not None
     return bool(outcome.regions) and (forced or any(r.unbounded for r in outcome.regions))

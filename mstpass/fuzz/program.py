@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,63 +36,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """How a program is called and compiled; each attribute is that of a ``Case``."""
-
-    batch: int = 2
-    length: int = 8
-    dtype: str = "float32"
-    autocast: bool = False
-    dynamic: str = "no"
-    again: tuple[tuple[int, int], ...] = ((3, 11),)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    forced: bool = True
-    budgets: bool = False
-    lowered: bool = False
-    variants: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(case: Case) -> Setup:
-        names = {field.name for field in dataclasses.fields(Setup)}
-        return Setup(**{name: getattr(case, name) for name in names})
-
-    @property
-    def is_symbolic(self) -> bool:
-        first = (self.batch, self.length)
-        return any(self._varies) and all(
-            size > 1 for size, varies in zip(first, self._varies, strict=True) if varies
-        )
-
-    @property
-    def _varies(self) -> tuple[bool, bool]:
-        """Whether the batch and the length are to be symbolic."""
-        both = self.dynamic in ("both", "all")
-        return both or self.dynamic == "batch", both or self.dynamic == "length"
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Batch and length of each call. Sizes of 0 and 1 are never symbolic."""
-        first = (self.batch, self.length)
-        if not self.is_symbolic:
-            return (first, first)
-
-        def with_varying(again: tuple[int, int]) -> tuple[int, int]:
-            batch, length = (
-                max(2, later) if varies else size
-                for later, size, varies in zip(again, first, self._varies, strict=True)
-            )
-            return batch, length
-
-        return (first, *map(with_varying, self.again))
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
-    """A model's class, the function that makes its inputs, and how both are called."""
+    """A model's class, the function that makes its inputs, and the case that says how both are
+    called."""
 
     model: Callable[[], nn.Module]
     inputs: Inputs
-    setup: Setup
+    setup: Case
 
     @staticmethod
     def of(case: Case) -> Program:
@@ -102,7 +52,7 @@ class Program:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         defined: dict[str, Any] = {"__name__": name}
         exec(compile(text, name, "exec"), defined)
-        return Program(defined["Model"], defined["inputs"], Setup.of(case))
+        return Program(defined["Model"], defined["inputs"], case)
 
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
         """The model, with the same parameters in each precision, but for their rounding."""
@@ -168,7 +118,7 @@ def _left_behind(model: nn.Module, inputs: Sequence[Tensor], results: Sequence[A
     }
 
 
-def mark_dynamic(inputs: Sequence[Tensor], setup: Setup) -> None:
+def mark_dynamic(inputs: Sequence[Tensor], setup: Case) -> None:
     """Mark the batch, the length or both as sizes that vary from call to call."""
     dims = {"batch": (0,), "length": (1,), "both": (0, 1)}.get(setup.dynamic, ())
     for x in inputs:
@@ -256,7 +206,7 @@ class References:
     alone: Sequence[Values] | None = None
 
 
-def wrong_values(ours: Sequence[Values], references: References, setup: Setup) -> dict[str, str]:
+def wrong_values(ours: Sequence[Values], references: References, setup: Case) -> dict[str, str]:
     """What is wrong: the name of a value and how it differs, for each that differs."""
     wrong: dict[str, str] = {}
     alone = references.alone
@@ -277,7 +227,7 @@ def wrong_values(ours: Sequence[Values], references: References, setup: Setup) -
     return wrong
 
 
-def _unlike(mine: Tensor | None, theirs: Tensor | None, setup: Setup) -> str:
+def _unlike(mine: Tensor | None, theirs: Tensor | None, setup: Case) -> str:
     """How our value is of another kind than eager mode's, or not equal where it must be."""
     if mine is None or theirs is None:
         there = next((v for v in (mine, theirs) if v is not None), None)
@@ -294,7 +244,7 @@ def _unlike(mine: Tensor | None, theirs: Tensor | None, setup: Setup) -> str:
     return ""
 
 
-def _too_far(mine: Tensor | None, error: float, eagers: float, setup: Setup) -> str:
+def _too_far(mine: Tensor | None, error: float, eagers: float, setup: Case) -> str:
     if mine is None or not mine.is_floating_point():
         return ""
     added = ADDED[torch.bfloat16] if _is_low(setup) else ADDED[mine.dtype]
@@ -303,7 +253,7 @@ def _too_far(mine: Tensor | None, error: float, eagers: float, setup: Setup) -> 
     return "" if error <= FACTOR * eagers + added else f"error {error:.1e}, eager's {eagers:.1e}"
 
 
-def _most_chunks(setup: Setup) -> int:
+def _most_chunks(setup: Case) -> int:
     """The most chunks that a call may have under the option ``chunk_tokens``; 0 without it."""
     chunk_tokens = setup.options.get("chunk_tokens")
     tokens = max(batch * length for batch, length in setup.sizes)
@@ -327,7 +277,7 @@ def _scale(values: Values) -> float:
     return max((rms(v) for name, v in values.items() if "grad" in name), default=0.0)
 
 
-def _is_low(setup: Setup) -> bool:
+def _is_low(setup: Case) -> bool:
     return setup.autocast or setup.dtype == "bfloat16"
 
 

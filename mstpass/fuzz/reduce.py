@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mstpass.fuzz.campaign import Result
-from mstpass.fuzz.case import Case
+from mstpass.fuzz.case import CALL, Case
 from mstpass.fuzz.checks import FAST
 from mstpass.fuzz.plans import Failure
-from mstpass.fuzz.program import Setup
 from mstpass.fuzz.render import source
 
 Fails = Callable[[Case], bool]
@@ -70,8 +69,7 @@ def _smaller_values(field: dataclasses.Field[Any], value: Any) -> Iterator[Any]:
 # ---- tests --------------------------------------------------------------------------------------
 def as_test(case: Case, kind: str, failures: Sequence[Failure]) -> str:
     """The text of a test that fails as the case does."""
-    plain, setup = vars(Setup()), vars(Setup.of(case))
-    given = [f"{name}={value!r}" for name, value in setup.items() if value != plain[name]]
+    given = [f"{name}={value!r}" for name, value in case.other_than_plain(CALL).items()]
     arguments = ", ".join(["Model", "inputs", *([] if kind == FAST else [repr(kind)]), *given])
     imports, body = _parts(source(case))
     said = "".join(f"    # {failure}\n" for failure in failures)

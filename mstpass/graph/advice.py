@@ -200,7 +200,7 @@ def fix_of(reason: str) -> str:
 
 def is_output(reason: str) -> bool:
     """Whether something was refused because the graph returns a part of it."""
-    return fix_of(reason) in (RETURN_LOSS, RETURN_MADE, RETURN_SUM)
+    return any(advice in fix_of(reason) for advice in (RETURN_LOSS, RETURN_MADE, RETURN_SUM))
 
 
 def asks_for_nothing(fix: str) -> bool:

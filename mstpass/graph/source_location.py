@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import fx
 
-from mstpass.graph.joint import JointGraph
 from mstpass.graph.module_path import module_path
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -31,36 +30,13 @@ class Place(NamedTuple):
     line: str
 
 
-class Places:
-    """The place of every node of a joint graph.
-
-    A backward node has the place of the forward node to whose gradient it belongs. A node without a
-    place of its own, such as a sum of gradients or a node that a pass has made, has the place of
-    its last operand that has one. An input of the step, such as a parameter, has the place of its
-    first reader.
-    """
-
-    def __init__(self, joint: JointGraph):
-        self._of: dict[fx.Node, Place] = {}
-        for node in joint.nodes:
-            self._of[node] = self._place(node)
-        for node in joint.nodes:
-            if node.op == "placeholder":
-                self._of[node] = next((self._of[user] for user in node.users), Place("", ""))
-
-    def __getitem__(self, node: fx.Node) -> Place:
-        return self._of[node]
-
-    def _place(self, node: fx.Node) -> Place:
-        if node.op == "placeholder":
-            return Place("", "")
-        # The stack trace of a sum of gradients shows the compiler, not the user's code.
-        is_gradient_sum = node.meta.get("is_gradient_acc", False)
-        own = Place("", "") if is_gradient_sum else Place(_module(node), _line(node))
-        if own.module or own.line:  # a line without a module: outside of all modules
-            return own
-        places = (self._of[operand] for operand in reversed(node.all_input_nodes))
-        return next((place for place in places if place.module or place.line), own)
+def place_of(node: fx.Node) -> Place:
+    """The place of a node; of one without a place of its own, that of an operand or a user."""
+    near = (node, *reversed(node.all_input_nodes), *node.users)
+    # The stack trace of a sum of gradients shows the compiler, not the user's code.
+    known = (n for n in near if not n.meta.get("is_gradient_acc"))
+    places = (Place(_module(n), _line(n)) for n in known)
+    return next(filter(any, places), Place("", ""))
 
 
 def _module(node: fx.Node) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -182,6 +182,7 @@ class PartsFlow:
         picks: the nodes that take one part, with its number.
         combined: reductions over the parts, and products that sum over them.
         narrow: values that are not wide, whatever their size: a weight's gradient.
+        gradients: where gradients with parts may be written: of a product its own alone.
 
     Args:
         parts: those of a product.
@@ -198,7 +199,11 @@ class PartsFlow:
         self.parts = {whole: parts or _parts_of_cat(whole)}
         self.picks: dict[fx.Node, int] = {}
         self.combined: set[fx.Node] = set()
-        self.narrow = _gradients_of_weight(joint, whole) if self.is_product else frozenset()
+        self.narrow, self.gradients = frozenset[fx.Node](), frozenset(joint.backward)
+        if self.is_product:
+            of_weight = _gradients_of_weight(joint, whole)
+            self.narrow = frozenset(descendants(of_weight) - {joint.output})
+            self.gradients = frozenset(_made_into(of_weight))
         self._follow()
         if not self.is_product:
             self._check_gain()
@@ -222,7 +227,7 @@ class PartsFlow:
 
     def _scattered(self, node: fx.Node) -> Parts | None:
         """The parts of a gradient whose shape is that of a value with parts."""
-        if node.target not in WRITERS:
+        if node.target not in WRITERS or node not in self.gradients:
             return None
         known = {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}
         found = (parts for parts in known.values() if written_parts(node, parts) is not None)
@@ -306,16 +311,21 @@ def _is_low(node: fx.Node) -> bool:
     return value is not None and value.dtype in LOW_PRECISION
 
 
-def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> frozenset[fx.Node]:
-    """The products of the backward that share the tokens with a product, and what they lead to."""
+def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> list[fx.Node]:
+    """The products of the backward that share the tokens with a product."""
     spec, _ = joint.cached(downstream).get(product, ((0,), product))
     needs = ops.operand_specs(product, spec)
     if isinstance(needs, Refusal):
         raise CannotTake(product, needs.reason)
     (tokens,) = (ops.base_of(n) for n in ops.matmul_factors(product) if needs[n] != WHOLE)
     products = filter(ops.is_matmul, joint.backward)
-    sharing = (n for n in products if tokens in map(ops.base_of, ops.matmul_factors(n)))
-    return frozenset(descendants(sharing) - {joint.output})
+    return [n for n in products if tokens in map(ops.base_of, ops.matmul_factors(n))]
+
+
+def _made_into(products: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """What products are computed from without another product: nothing of another layer."""
+    operands = (operand for product in products for operand in product.all_input_nodes)
+    return walk_once(operands, lambda n: [] if ops.is_matmul(n) else n.all_input_nodes)
 
 
 def _parts_of_cat(cat: fx.Node) -> Parts:

@@ -131,6 +131,7 @@ class _Unstacker:
         self.parts, self._wide = self.flow.parts, self.flow.is_wide
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
         self.put_together: dict[fx.Node, fx.Node] = {}
+        self.in_parts = {*self.parts, *self.flow.picks, *self.flow.combined}
         self.changed: set[str] = set()
 
     def unstack(self) -> tuple[JointGraph, set[str]]:
@@ -147,9 +148,8 @@ class _Unstacker:
                     self._replace(node, self._pick(node))
                 elif node in self.flow.combined:
                     self._replace(node, self._combination(node))
-                elif node not in self.parts:
-                    for operand in [n for n in node.all_input_nodes if n in self.parts]:
-                        self.rewriting.replace(operand, self._whole(operand), [node])
+                elif node in self.parts and (readers := node.users.keys() - self.in_parts):
+                    self.rewriting.replace(node, self._whole(node), [*readers])
         new = self.rewriting.finished()
         return new, {*new.new_names(self.joint), *(self.changed & new.by_name.keys())}
 

@@ -15,7 +15,6 @@ import networkx as nx
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.limit import Limit
-from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
@@ -31,7 +30,6 @@ from mstpass.problem.saved_set import (
     verify,
 )
 from mstpass.problem.solver_registry import Solver
-from mstpass.torch_internals.batch_sizes import named
 
 LAST = "min_cut"  # the solver that is asked last, whose plan is simple
 
@@ -136,8 +134,10 @@ def over_budget(outcome: Outcome, limit: Limit) -> str:
         return f"memory_budget={bytes_text(budget)} was not looked at: {outcome.no_plan}"
     if limit.allows(outcome):
         return ""
-    if scheduled is None or missed_budgets(outcome.notes):
-        return "".join(missed_budgets(outcome.notes))
+    missed = next(iter(missed_budgets(outcome.notes)), "")
+    if scheduled is None or missed:
+        sizes = _of_sizes(outcome)
+        return missed if not missed or sizes in missed else f"{missed}. {sizes}"
     return (
         f"{_MISSED.format(bytes_text(budget))} the lowest peak found is {bytes_text(scheduled)}, "
         f"by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
@@ -166,17 +166,16 @@ def _within_by_schedule(outcome: Outcome, budget: int) -> str:
     return f"This is at {sizes_text(largest.sizes)}; {known}. "
 
 
-def of_sizes(peaks: PeaksByLength, budget: int) -> str:
-    """What a batch needs that exceeds a budget, and which length would not, as a sentence."""
-    largest = sizes_text(named(peaks.environment, peaks.most))
-    at_hand = peaks.peak_at(peaks.batch)
-    said = f"This is at {largest}"
-    if peaks.batch != peaks.most:
-        need = bytes_text(at_hand.peak_bytes)
-        said += f", the end of its range; the batch of {sizes_text(at_hand.sizes)} needs {need}"
-    longest = peaks.longest_within(budget, peaks.batch)
+def _of_sizes(outcome: Outcome) -> str:
+    """Which batches a simulated peak is about, and which are within the budget, in two sentences.
+
+    "" if the plan serves one batch.
+    """
+    if not outcome.peaks:
+        return ""
+    longest = outcome.budget_holds_for
     holds = f"holds up to {sizes_text(longest)}" if longest else "holds for no length"
-    return f"{said}. The budget {holds}. "
+    return f"This is at {sizes_text(outcome.peaks[0].sizes)}. The budget {holds}"
 
 
 def sizes_text(sizes: Sequence[tuple[str, int]]) -> str:
@@ -197,17 +196,13 @@ def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
     return simulate_plan(problem, plan).memory
 
 
-def infeasible(budget: int, memory: StepMemory, outcome: Outcome, sizes: str = "") -> str:
-    """The message that no plan meets a budget: the lowest peak found, and what is alive at it.
-
-    Args:
-        sizes: as of ``of_sizes``.
-    """
+def infeasible(budget: int, memory: StepMemory, outcome: Outcome) -> str:
+    """The message that no plan meets a budget: the lowest peak found, and what is alive at it."""
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
         f"{_MISSED.format(bytes_text(budget))} the lowest peak found is "
         f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
-        f"{_largest_alive(memory.peak)}. {sizes}{_cause(outcome)}{_ADVICE}"
+        f"{_largest_alive(memory.peak)}. {_cause(outcome)}{_ADVICE}"
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from typing import Any
 
 from mstpass.errors import UserError
@@ -21,62 +23,43 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Background:
+@contextlib.contextmanager
+def background(
+    function: Callable[..., Any], args: tuple[Any, ...], does: str
+) -> Iterator[Callable[[], Any]]:
     """Runs ``function(*args)`` in a new process, until it is done or the block ends.
+
+    The block has a function that waits for the result. An error is raised there, a `UserError` if
+    the process has ended without an answer.
 
     Args:
         function: one that can be imported; its arguments and its result are plain data.
         does: what the process does, for messages of errors.
     """
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], does: str):
-        self._does = does
-        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
-        self._answer, answer = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(answer, function, args), daemon=True)
-        # An interrupt of the terminal goes to both processes, and is for this one to handle. The
-        # tracker comes first, because to start it unblocks the signal.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        answer.close()  # the other process has the only end to write to: its end is seen
-
-    def __enter__(self) -> Background:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.join()
-        self._answer.close()
-
-    def result(self) -> Any:
-        """Wait for the result; an error of the function is raised here.
-
-        Raises:
-            UserError: the process has ended without an answer.
-        """
-        try:
-            found, error = self._answer.recv()
-        except (EOFError, OSError):
-            self._process.join()
-            raise UserError(
-                f"the process that {self._does} has ended (exit code "
-                f"{self._process.exitcode}; -9: it was killed, as where memory runs out)"
-            ) from None
-        if error is not None:
-            raise error
-        return found
-
-
-def _serve(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run the function in the new process."""
-    warnings.simplefilter("ignore")  # the other process shows them, as it builds the same model
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
+    # this process shows warnings: it builds the same model
+    quiet = functools.partial(warnings.simplefilter, "ignore")
+    pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=quiet)
+    # An interrupt of the terminal goes to both processes, and is for this one to handle. The
+    # tracker comes first, because to start it unblocks the signal.
+    resource_tracker.ensure_running()
+    others = multiprocessing.active_children()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        answer.send((with_deep_stack(function, *args), None))
-    except UserError as error:
-        answer.send((None, error))
-    except Exception:
-        answer.send((None, RuntimeError(f"in another process:\n{traceback.format_exc()}")))
+        future = pool.submit(with_deep_stack, function, *args)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def result() -> Any:
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            text = f"the process that {does} has ended, as where memory runs out"
+            raise UserError(text) from error
+
+    try:
+        yield result
+    finally:
+        for process in set(multiprocessing.active_children()) - set(others):
+            process.kill()
+        pool.shutdown()

@@ -40,7 +40,6 @@ _START = 2**16  # tokens, where the width is not known
 _NEAR = 0.5  # of its length: as short as a plan is scaled, and by the same factor as long
 _LEAP = 16
 _TRIES = 8
-_BUDGET_TRIES = 3
 
 
 class CompiledRows:
@@ -119,14 +118,7 @@ class CompiledRows:
             fits = max((n for n in rows if self._fits(rows[n])), default=0)
             is_last = fits < length <= (1 + TOLERANCE) * fits  # one more for so little
             rows[length] = row = self._row_at(length, layers)
-
-        def total_at(length: int) -> int:
-            if length not in rows:
-                rows[length] = self._row_at(length, layers)
-            return rows[length].parts.total
-
-        length = max((n for n in rows if self._fits(rows[n])), default=min(rows))
-        return rows[self.room.with_gaps(length, total_at)]
+        return rows[max((n for n in rows if self._fits(rows[n])), default=min(rows))]
 
     def _row_at(self, length: int, layers: int | None = None, multiple: int | None = None) -> Row:
         """The row of a length, traced anew.
@@ -144,23 +136,18 @@ class CompiledRows:
 
     @property
     def _options(self) -> tuple[object, ...]:
-        """The budgets that are tried: at the longest length, only the least memory fits.
-
-        The budget between the fastest plan and that of least memory is tried several times.
-        """
+        """The budgets that are tried: at the longest length, only the least memory fits."""
         if self.request.length is None:
             return (compiled_step.LEAST,)
-        between = (self.room.step_bytes,) * _BUDGET_TRIES
-        return (compiled_step.FREE, *between, compiled_step.LEAST)
+        return (compiled_step.FREE, self.room.step_bytes, compiled_step.LEAST)
 
     def _fits(self, row: Row) -> bool:
-        """Whether it does without gaps."""
-        on_device = row.parts.total - row.parts.gaps <= self.room.step_bytes
+        on_device = row.parts.total <= self.room.step_bytes
         return on_device and row.host_bytes <= self.request.host_bytes
 
     def _next_length(self, rows: Mapping[int, Row], last: Row, tolerance: float) -> int | None:
         """The length to plan next, if all but gradients grow with the length; None: no other."""
-        total = lambda row: row.parts.total - row.parts.gaps
+        total = lambda row: row.parts.total
         fits = max((n for n in rows if self._fits(rows[n])), default=0)
         points = {n: total(row) for n, row in rows.items() if n >= fits}  # others: other plans
         growing = max(1, total(last) - last.parts.gradients)
@@ -177,32 +164,21 @@ class CompiledRows:
         return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
 
     def _fastest(self, traced: TracedStep, options: Sequence[object]) -> Row:
-        """The row of the first plan that fits: free, within the step's bytes, of least memory.
-
-        Solvers do not see gaps. The budget of the second plan therefore shrinks by what its step
-        takes too much.
-        """
-        room = step_bytes = self.room.step_bytes
+        """The row of the first plan that fits: free, within the step's bytes, of least memory."""
+        most = simulated_limit(self.room.step_bytes)
         for option in options:
-            limit = {compiled_step.FREE: None, compiled_step.LEAST: 0}.get(
-                option, simulated_limit(room)
-            )
-            budget = room if limit else option
-            self._report(f"{MST}: {traced.length:,} tokens, memory_budget={_text(budget)}")
+            limit = {compiled_step.FREE: None, compiled_step.LEAST: 0}.get(option, most)
+            self._report(f"{MST}: {traced.length:,} tokens, memory_budget={_text(option)}")
             step = compiled_step.planned(traced, traced.length, option, limit)
             parts = self.room.parts(step)
-            allowed = simulated_limit(step_bytes) if limit else step_bytes
-            excess = parts.total - allowed
-            if excess <= 0:
+            if parts.total <= (most if limit else self.room.step_bytes):
                 break
-            if limit:
-                room = max(1, room - excess)
         return self.room.row(
             MST,
             step.kept,
             traced.length,
             step,
-            memory_budget=_text(budget),
+            memory_budget=_text(option),
             extra_time=step.us / self._inductor_us(traced.length) - 1,
             us=step.us,
             exchange_us=step.exchange_us,
@@ -234,7 +210,7 @@ class CompiledRows:
         return compiled_step.inductor_step(self._scaled, length).us
 
     def _bytes(self, step: compiled_step.CompiledStep) -> int:
-        return self.room.without_gaps(step.parts).total
+        return self.room.parts(step).total
 
     def _trace(
         self,

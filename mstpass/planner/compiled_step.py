@@ -1,26 +1,22 @@
-"""A compiled step's memory and time: a plan of the traced partition problem, simulated.
-
-Its allocations and frees are in the order of its kernels.
-"""
+"""A compiled step's memory and time: a plan of the traced partition problem, simulated."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator
 
 from mstpass.memory.program import Program
-from mstpass.memory.simulate_ops import HELD, StepMemory, Timeline
+from mstpass.memory.simulate_ops import StepMemory
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
-from mstpass.planner.allocator import Event
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.apply_modes import modes_of
-from mstpass.problem.op import INPUT, POINTWISE, VIEW
+from mstpass.problem.op import POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Mode, Plan, Value, is_loop, pinned_bytes
 from mstpass.walk import walk_once
 
@@ -120,11 +116,6 @@ class CompiledStep:
         loops = ", ".join(f"{count} {mode}" for mode, count in looped.items())
         return f"keeps {len(self.plan.saved)} values; loops: {loops or 'none'}"
 
-    @functools.cached_property
-    def events(self) -> tuple[Event, ...]:
-        """The step's allocations and frees, in order."""
-        return _step_events(self._memory)
-
 
 def planned(
     traced: TracedStep, length: int, option: object, limit_bytes: int | None
@@ -169,42 +160,3 @@ def _gradients(problem: CutProblem) -> set[str]:
 
 def _by_name(problem: CutProblem) -> dict[str, Value]:
     return {value.name: value for value in (*problem.values, *problem.backward)}
-
-
-# ---- allocations and frees ----------------------------------------------------------------------
-def _step_events(memory: StepMemory) -> tuple[Event, ...]:
-    """The events of the step's kernels, one after the other.
-
-    Values that cross to the backward keep their memory.
-    """
-    inputs = {name for name in memory.backward.lives if memory.backward.ops[name].kind == INPUT}
-    held = {name.removesuffix(HELD): name for name in inputs if name.endswith(HELD)}
-    forward = list(_graph_events(memory.forward, held))
-    alive = {event.key for event in forward if event.bytes is not None}
-    alive -= {event.key for event in forward if event.bytes is None}
-    unused = [Event(key, None) for key in alive - inputs]
-    return (*forward, *unused, *_graph_events(memory.backward, {}, allocated=alive & inputs))
-
-
-def _graph_events(
-    timeline: Timeline, held: Mapping[str, str], allocated: Set[object] = frozenset()
-) -> Iterator[Event]:
-    """The events of one graph.
-
-    Args:
-        held: the names that the backward has for results of this graph, by their name here.
-        allocated: keys whose memory the forward has allocated already.
-    """
-    allocations: dict[int, list[Event]] = {}
-    frees: dict[int, list[Event]] = {}
-    for name, size, start, end in timeline.buffers():
-        key = held.get(name, name)
-        if key not in allocated:
-            allocations.setdefault(start, []).append(Event(key, size))
-        frees.setdefault(end, []).append(Event(key, None))
-    for i, moment in enumerate(timeline.moments):
-        yield from frees.get(i, ())
-        yield from allocations.get(i, ())
-        if inner_bytes := timeline.ops[moment.node].inner_bytes:
-            yield Event(f"{moment.node} (workspace)", inner_bytes)
-            yield Event(f"{moment.node} (workspace)", None)

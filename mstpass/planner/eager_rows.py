@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.planner.eager_step import EagerStep, Loss, Recipe, eager_step
 from mstpass.planner.lengths import START, longest
 from mstpass.planner.models import config_of, layer_count, layers_of
-from mstpass.planner.request import CACHING, CHECKPOINT, EAGER, RECIPE, Report, Request, Row, silent
+from mstpass.planner.request import CHECKPOINT, EAGER, RECIPE, Report, Request, Row, silent
 from mstpass.planner.room import Room, traceable
 from mstpass.tracing.devices import traced_for
 
@@ -205,7 +205,7 @@ class _Search:
 
     def _bytes(self, length: int) -> int:
         step = self.step_at(length)
-        return self._with_host(self.room.without_gaps(step.parts).total, step.host_bytes)
+        return self._with_host(self.room.parts(step).total, step.host_bytes)
 
     def _with_host(self, total: int, host_bytes: float) -> int:
         """Bytes that are within those of the device if a step also fits on the host."""
@@ -214,7 +214,7 @@ class _Search:
         return max(total, int(self.room.step_bytes * host_bytes / self.room.request.host_bytes))
 
     def _curve_bytes(self, length: int) -> int:
-        if self.is_known and self.room.request.allocator != CACHING:
+        if self.is_known:
             return self._guessed_bytes(length)
         return self.room.parts(self.step_at(length)).total
 

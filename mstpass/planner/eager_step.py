@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import eager_workspace_bytes
-from mstpass.planner.allocator import Event, OptimizerStep
 from mstpass.planner.models import build, layers_of
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import part_of_rank
@@ -35,14 +34,13 @@ Recipe = Callable[[nn.Module], Loss]  # a way to train: may change the model, re
 
 @dataclasses.dataclass(frozen=True)
 class EagerStep:
-    """The bytes that a step holds at its peak, and its allocations and frees in order.
+    """The bytes that a step holds at its peak.
 
     Attributes:
         host_bytes: of inputs of layers that wait on the host.
     """
 
     parts: Parts
-    events: tuple[Event | OptimizerStep, ...]
     host_bytes: int = 0
 
 
@@ -83,7 +81,7 @@ def eager_step(
             counter.start_backward()
             loss: Tensor = result if isinstance(result, Tensor) else result.loss
             loss.backward()
-        return EagerStep(counter.parts, tuple(counter.events), counter.host_bytes)
+        return EagerStep(counter.parts, counter.host_bytes)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -105,7 +103,7 @@ class _Storage:
 
 
 class _StorageCounter(TorchDispatchMode):
-    """Records each allocation and free of a step, and the storages that are alive at its peak.
+    """Follows the storages of a step, and keeps those that are alive at its peak.
 
     A storage counts from the op that allocates it until it is collected, with what it would take on
     a GPU. An op adds its workspace on a GPU while it runs.
@@ -114,7 +112,6 @@ class _StorageCounter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, vocabulary: int):
         super().__init__()
-        self.events: list[Event | OptimizerStep] = []
         self.host_bytes = 0
         self._vocabulary = vocabulary
         parameters = list(model.parameters())
@@ -135,17 +132,15 @@ class _StorageCounter(TorchDispatchMode):
     def free_gradients(self, model: nn.Module, share: float) -> None:
         """Free each gradient when the backward has finished it, and keep ``share`` of its bytes."""
 
-        def free(number: int, parameter: Tensor) -> None:
+        def free(parameter: Tensor) -> None:
             assert parameter.grad is not None, "the grad is known"
             if share:
                 key = f"shard {self._allocated}"
                 self._add(key, int(share * parameter.grad.nbytes), _GRADIENTS)
-            else:
-                self.events.append(OptimizerStep(number))
             parameter.grad = None
 
-        for number, parameter in enumerate(_trained(model)):
-            parameter.register_post_accumulate_grad_hook(functools.partial(free, number))
+        for parameter in _trained(model):
+            parameter.register_post_accumulate_grad_hook(free)
 
     def keep_on_host(self, layers: Iterable[nn.Module]) -> None:
         """Let what autograd saves for these layers as a whole wait on the host."""
@@ -170,9 +165,6 @@ class _StorageCounter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
         workspace = eager_workspace_bytes(func, args, kwargs or {}, _GPU)
-        if workspace:
-            name = f"workspace {len(self.events)}"
-            self.events += [Event(name, workspace), Event(name, None)]
         if self._now_bytes + workspace > self._peak_bytes:
             self._peak_bytes = self._now_bytes + workspace
             self._at_peak, self._workspace_bytes = list(self._alive.values()), workspace
@@ -210,11 +202,9 @@ class _StorageCounter(TorchDispatchMode):
 
     def _add(self, key: Any, size: int, kind: str) -> None:
         self._alive[key] = _Storage(size, kind, self._allocated)
-        self.events.append(Event(self._allocated, size))
         self._allocated += 1
         self._now_bytes += size
 
     def _free(self, key: int) -> None:
         storage = self._alive.pop(key)
-        self.events.append(Event(storage.number, None))
         self._now_bytes -= storage.bytes

@@ -111,9 +111,9 @@ def crossing(points: Mapping[int, int], limit_bytes: int, last: int) -> float:
     return last + (limit_bytes - points[last]) / slope
 
 
-def rounded(length: float, grain: int = GRAIN) -> int:
-    """A multiple of ``grain`` that is no longer, if there is one."""
-    return max(grain, int(length) // grain * grain)
+def rounded(length: float) -> int:
+    """A multiple of ``GRAIN`` that is no longer, if there is one."""
+    return max(GRAIN, int(length) // GRAIN * GRAIN)
 
 
 # ---- curve ---------------------------------------------------------------------------------------

@@ -17,12 +17,11 @@ from typing import Any
 
 from mstpass.frame_stack import with_deep_stack
 from mstpass.graph.device_costs import kind_of_gpu
-from mstpass.planner.background import Background
+from mstpass.planner.background import background
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_rows import eager_rows
 from mstpass.planner.models import build, config_of, most_positions, sizes_of
 from mstpass.planner.request import (
-    EXPANDABLE,
     INDUCTOR,
     MST,
     Combination,
@@ -61,11 +60,10 @@ def notes(request: Request, config: Any, own: Row, square_bytes: int) -> Iterato
         "These figures are simulated; nothing was measured on the device. "
         f"{_attention(training, square_bytes)}"
     )
-    if request.allocator == EXPANDABLE:
-        yield (
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True when you train. PyTorch's "
-            "default allocator leaves gaps between tensors; --allocator caching simulates them."
-        )
+    yield (
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True when you train. PyTorch's default "
+        "allocator leaves gaps between tensors, which are not counted."
+    )
     if most is not None and own.length > most:
         yield (
             f"{own.length} tokens are more than the model's {most} positions: extend its position "
@@ -159,8 +157,7 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
         if processes > 1 and request.compares_eager:
-            background = Background(eager_rows, (room,), _COMPARES)
-            compared = stack.enter_context(background).result
+            compared = stack.enter_context(background(eager_rows, (room,), _COMPARES))
         if known is None:
             compiled = CompiledRows(room, config, report)
             known = compiled, compiled.mst_row()

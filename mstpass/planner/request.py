@@ -13,15 +13,15 @@ from mstpass.gpus import Links
 from mstpass.planner.training import Fixed, Sizes, Training
 
 OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
-EXPANDABLE, CACHING = "expandable", "caching"
-ALLOCATORS = (EXPANDABLE, CACHING)
 BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
 GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
-# of the eager rows, explained in eager_recipes
-LOGITS, OUTPUTS = ("model", "fp32", "chunked"), ("held", "dropped")
-MLP_TILES = ("kept", "again")
+CHOICES = {  # of attributes of `Request`; those of the eager rows are explained in eager_rows
+    "logits": ("model", "fp32", "chunked"),
+    "outputs": ("held", "dropped"),
+    "mlp_tiles": ("kept", "again"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,10 @@ class Request:
         overhead_bytes: part of the device's memory that tensors cannot use.
         length: sequence length in tokens, on all ranks that share it; None: find the longest that
             fits.
-        logits: one of ``LOGITS``: how the eager rows compute their loss.
-        outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
+        logits: how the eager rows compute their loss.
+        outputs: whether the training loop of the eager rows holds the model's
             outputs until the backward is over.
-        mlp_tiles: one of ``MLP_TILES``: what the MST recipe's backward holds of an MLP.
-        allocator: one of ``ALLOCATORS``.
+        mlp_tiles: what the MST recipe's backward holds of an MLP.
         alone: plan mst's row only, without rows to compare with.
         host_bytes: pinned host memory in which saved values of mst's row may wait, and inputs of
             layers that eager rows checkpoint.
@@ -59,7 +58,6 @@ class Request:
     logits: str = "model"
     outputs: str = "held"
     mlp_tiles: str = "kept"
-    allocator: str = EXPANDABLE
     alone: bool = False
     gpu: str | None = None
     host_bytes: int = 0
@@ -114,7 +112,6 @@ class Parts:
         loops: one chunk of the loop that runs at the peak.
         other: other activations, their gradients, recomputed values, and workspaces of kernels.
         temporaries: values that exist while the optimizer's step runs.
-        gaps: bytes that the allocator holds between tensors.
     """
 
     gradients: int = 0
@@ -123,7 +120,6 @@ class Parts:
     loops: int = 0
     other: int = 0
     temporaries: int = 0
-    gaps: int = 0
 
     @property
     def total(self) -> int:

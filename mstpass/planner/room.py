@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from mstpass.errors import UserError
-from mstpass.planner.allocator import Event, OptimizerStep, Resident, needed_bytes
-from mstpass.planner.lengths import GRAIN, UP_TO, curve, rounded
-from mstpass.planner.request import CACHING, DoesNotFit, Parts, Point, Request, Row, gib
+from mstpass.planner.lengths import UP_TO, curve
+from mstpass.planner.request import DoesNotFit, Parts, Point, Request, Row, gib
 from mstpass.planner.training import Fixed, Sizes, fixed
 
-_SHORTER = 0.99  # factor of the next length where gaps leave no room
 _MOST_RANKS = 2**12
 
 
 class Step(Protocol):
-    """A step of forward and backward: what it holds at its peak, its allocations and frees."""
+    """A step of forward and backward: what it holds at its peak."""
 
     @property
     def parts(self) -> Parts: ...
-
-    @property
-    def events(self) -> Sequence[Event | OptimizerStep]: ...
 
     @property
     def host_bytes(self) -> int: ...
@@ -68,32 +63,9 @@ class Room:
         if self.step_bytes <= self.at_end.total:
             raise DoesNotFit(_does_not_fit(self))
 
-    def without_gaps(self, parts: Parts) -> Parts:
-        """Bytes at the peak of the step or of the optimizer, whichever is higher."""
-        return max(parts, self.at_end, key=lambda parts: parts.total)
-
     def parts(self, step: Step) -> Parts:
-        """The same, with the gaps that the allocator leaves."""
-        parts = self.without_gaps(step.parts)
-        if self.request.allocator != CACHING:
-            return parts
-        room = self.request.device_bytes - self.request.overhead_bytes
-        need = needed_bytes(step.events, self._resident, room)
-        return dataclasses.replace(parts, gaps=max(0, need - self.fixed.total - parts.total))
-
-    def with_gaps(self, length: int, bytes_at: Callable[[int], int]) -> int:
-        """The longest length that fits with gaps, from the longest without them.
-
-        Gaps neither grow nor shrink steadily with the length. The search shortens it by half of
-        the relative excess, but by at least one per cent, until the step fits.
-        """
-        while length > GRAIN and self.request.allocator == CACHING:
-            total = bytes_at(length)
-            if total <= self.step_bytes:
-                break
-            halved = (1 + self.step_bytes / total) / 2
-            length = rounded(min(_SHORTER, halved) * length)
-        return length
+        """Bytes at the peak of the step or of the optimizer, whichever is higher."""
+        return max(step.parts, self.at_end, key=lambda parts: parts.total)
 
     def curve(self, bytes_at: Callable[[int], int], length: int) -> tuple[Point, ...]:
         """The curve of a row of this length, if the request asks for curves."""
@@ -113,12 +85,12 @@ class Room:
         """The row of the given length, or else of the longest.
 
         Args:
-            longest: finds the longest length that fits without gaps.
-            bytes_at: what a step takes, gaps included, for the curve.
+            longest: finds the longest length that fits.
+            bytes_at: what a step takes, for the curve.
         """
         length = self.request.length
         if length is None:
-            length = self.with_gaps(longest(), lambda n: self.parts(step_at(n)).total)
+            length = longest()
         step = step_at(length) if length else None
         return self.row(name, keeps, length, step, curve=self.curve(bytes_at, length))
 
@@ -129,18 +101,6 @@ class Room:
         fits = on_device and host_bytes <= self.request.host_bytes
         total_bytes = self.fixed_bytes + parts.total
         return Row(name, keeps, length, fits, parts, total_bytes, host_bytes=host_bytes, **more)
-
-    @functools.cached_property
-    def _resident(self) -> Resident:
-        sizes, training = self.sizes, self.request.training
-        weight_shards, state_shards = training.weight_shards, training.state_shards
-        weights = (*(training.weight_bytes * n for n in sizes.each), *sizes.frozen.each)
-        return Resident(
-            weights=tuple(-(-size // weight_shards) for size in weights),
-            states=tuple(int(training.state_bytes * n / state_shards) for n in sizes.each),
-            temporaries=tuple(int(training.temporary_bytes * n / state_shards) for n in sizes.each),
-            gathered=self.fixed.gathered,
-        )
 
 
 def _does_not_fit(room: Room) -> str:

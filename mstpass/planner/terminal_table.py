@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mstpass.graph.gpu_costs import LINK
-from mstpass.planner.request import CACHING, MST, TrainingPlan, gib
+from mstpass.planner.request import MST, TrainingPlan, gib
 from mstpass.planner.training import AS_MODEL, OPTIMIZERS, Training
 
-_PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries", "gaps")
+_PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries")
 _NAMES = {"temporaries": "optimizer step"}
 
 
@@ -41,7 +41,6 @@ def _heading(planned: TrainingPlan) -> list[str]:
         *(["fp32 master weights"] if training.master_weights else []),
         *(["optimizer in backward"] if training.optimizer_in_backward else []),
         *([f"{training.optimizer_step} optimizer"] if training.optimizer_step != "fused" else []),
-        *(["gaps of the caching allocator"] if request.allocator == CACHING else []),
         *([f"padded documents of {training.document} tokens"] if training.document else []),
         *([f"{training.sharding} over {training.ranks}"] if training.ranks > 1 else []),
         *([f"{training.replicas} replicas"] if training.replicas > 1 else []),

@@ -29,14 +29,9 @@ from __future__ import annotations
 
 import dataclasses
 
-SHARDINGS = ("none", "zero1", "zero2", "zero3")
-DTYPES = ("bf16", "fp32", "autocast")
 MODEL, FLASH = "model", "flash"
-ATTENTIONS = (MODEL, FLASH)
 ALL = "all"
 AS_MODEL, NF4 = "model", "nf4"
-WEIGHTS = (AS_MODEL, NF4)
-OPTIMIZER_STEPS = ("fused", "compiled", "foreach")
 _SCALE_BYTES = 4 / 256  # 8-bit states: an fp32 scale for each block of 256 (bitsandbytes)
 _MASTER_BYTES = 4
 
@@ -73,6 +68,15 @@ OPTIMIZERS = {
     "none": Optimizer(0, 0, "no states"),
 }
 
+CHOICES = {  # of attributes of `Training`
+    "dtype": ("bf16", "fp32", "autocast"),
+    "optimizer": tuple(OPTIMIZERS),
+    "optimizer_step": ("fused", "compiled", "foreach"),
+    "sharding": ("none", "zero1", "zero2", "zero3"),
+    "attention": (MODEL, FLASH),
+    "weights": (AS_MODEL, NF4),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Training:
@@ -87,7 +91,7 @@ class Training:
             backward has finished it.
         optimizer_step: ``"fused"`` and ``"compiled"`` (``torch.compile(optimizer.step)``) allocate
             nothing; ``"foreach"`` allocates ``Optimizer.temporaries``.
-        sharding: one of ``SHARDINGS``, the stages of ZeRO.
+        sharding: the stages of ZeRO.
         ranks: number of devices that the sharding divides by.
         replicas: number of such groups of devices, each with everything that the others have.
         sequence_ranks: number of devices that share each sequence.
@@ -98,7 +102,7 @@ class Training:
             compiled model builds for it. ``"flash"``: FlashAttention-2, which needs no masks.
         lora: the rank of adapters beside frozen weights; 0: all weights are trained.
         target: the linear layers that have adapters, by name: ``"q_proj,v_proj"``; or ``ALL``.
-        weights: how the frozen weights of linear layers are held, one of ``WEIGHTS``.
+        weights: how the frozen weights of linear layers are held.
     """
 
     dtype: str = "bf16"
@@ -119,15 +123,8 @@ class Training:
     weights: str = AS_MODEL
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("dtype", self.dtype, DTYPES),
-            ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
-            ("optimizer_step", self.optimizer_step, OPTIMIZER_STEPS),
-            ("sharding", self.sharding, SHARDINGS),
-            ("attention", self.attention, ATTENTIONS),
-            ("weights", self.weights, WEIGHTS),
-        ):
-            if value not in known:
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.ranks < 1 or self.batch < 1:
             raise ValueError(f"ranks={self.ranks}, batch={self.batch}: both must be at least 1")

@@ -16,7 +16,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
 from mstpass.graph.node_copies import original_name
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
-from mstpass.graph.source_location import Place, Places
+from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
@@ -69,12 +69,11 @@ def _drawn_nodes(
         for name, _ in region.members:
             region_of.setdefault(name, number)
     fates = _fates(outcome, joint, joint_names, modules)
-    places = Places(joint)
     return tuple(
         _drawn(
             node,
             BACKWARD if node in joint.backward else FORWARD,
-            places[node],
+            place_of(node),
             fates.get(node.name, ""),
             region_of.get(node.name, -1),
         )

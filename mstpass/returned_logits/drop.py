@@ -28,6 +28,7 @@ from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
 from mstpass.returned_logits.find_logits import find_logits, value_of
 from mstpass.returned_logits.placeholder import DroppedLogits
+from mstpass.torch_internals.batch_sizes import symbols_among
 from mstpass.torch_internals.collectives import bucket_being_compiled
 from mstpass.torch_internals.dynamo import graph_break_after
 
@@ -57,13 +58,12 @@ class Drop:
 
     Attributes:
         outputs: what it took out, by position.
-        symbols: where the value of a symbolic size is found among the graph's inputs: the position
-            of a size, or those of a tensor and of its dim.
+        symbols: the positions of symbolic sizes among the graph's inputs.
     """
 
     outputs: tuple[DroppedOutput, ...] = ()
     rejections: tuple[Rejection, ...] = ()
-    symbols: Mapping[sympy.Symbol, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    symbols: Mapping[sympy.Symbol, int] = dataclasses.field(default_factory=dict)
 
     def added_to(self, outcome: Outcome) -> dict[str, Any]:
         """The notes and rejections of the graph that is left, with those of its logits."""
@@ -99,13 +99,9 @@ class Drop:
         if isinstance(size, int):
             return size
         expr = expression(size)
-        values = {s: sympy.Integer(self._value(s, args)) for s in expr.free_symbols}
+        # still symbolic where DDP runs a bucket on fake tensors
+        values = {s: sympy.Integer(hint(args[self.symbols[s]])) for s in expr.free_symbols}
         return int(expr.xreplace(values))
-
-    def _value(self, symbol: sympy.Symbol, args: Sequence[Any]) -> int:
-        position, *dims = self.symbols[symbol]
-        value = args[position].shape[dims[0]] if dims else args[position]
-        return hint(value)  # still symbolic where DDP runs a bucket on fake tensors
 
 
 def drop_logits(gm: fx.GraphModule, options: Options) -> Drop:
@@ -115,7 +111,8 @@ def drop_logits(gm: fx.GraphModule, options: Options) -> Drop:
     """
     if options.logits != "drop":
         return Drop()
-    symbols = _symbols_of_inputs(gm)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    symbols = symbols_among([node.meta.get("example_value") for node in inputs])
     nodes: list[fx.Node] = []
     rejections: list[Rejection] = []
     for logits in find_logits(gm):
@@ -178,22 +175,6 @@ def _dropped(position: int, node: fx.Node) -> DroppedOutput:
     size_bytes = hint_numel(value) * value.element_size()
     shape = tuple(value.shape)
     return DroppedOutput(position, node.name, shape, value.dtype, value.device, size_bytes)
-
-
-def _symbols_of_inputs(gm: fx.GraphModule) -> dict[sympy.Symbol, tuple[int, ...]]:
-    """Where the value of each symbol is found among the inputs."""
-    found: dict[sympy.Symbol, tuple[int, ...]] = {}
-    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        value = node.meta.get("example_value")
-        sizes: dict[tuple[int, ...], Size] = {}
-        if isinstance(value, torch.SymInt):
-            sizes[(position,)] = value
-        elif isinstance(value, torch.Tensor):
-            sizes.update(((position, dim), size) for dim, size in enumerate(value.shape))
-        for place, size in sizes.items():
-            if (expr := expression(size)).is_Symbol:
-                found.setdefault(expr, place)
-    return found
 
 
 def _note(output: DroppedOutput) -> str:

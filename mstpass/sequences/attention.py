@@ -58,11 +58,11 @@ def sequence_parallel_attention(
     """
     _check_shapes(query, key, value)
     ranks = ranks_of(group)
-    rules = Rules(is_causal, scale, dropout_p, window, softcap)
     if documents is not None:
         documents = whole_documents(documents, query, ranks)
+    rules = Rules(is_causal, scale, dropout_p, window, softcap, documents, sinks)
     split = Split(method, head_groups)
-    mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, documents, sinks, split)
+    mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, split)
     return mixed_BsHD.transpose(1, 2)
 
 
@@ -130,8 +130,6 @@ def attention_of_ranks(
     value_BKsD: Tensor,
     ranks: Ranks,
     rules: Rules,
-    documents_BS: Tensor | None,
-    sinks_H: Tensor | None,
     split: Split,
 ) -> Tensor:
     """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``."""
@@ -139,9 +137,9 @@ def attention_of_ranks(
     inputs = query_BHsD, key_BKsD, value_BKsD
     exchanges_heads = split.exchanges_heads(heads, ranks)
     if not exchanges_heads or ranks.ring is not None:
-        ring_takes(rules, documents_BS, sinks_H, heads, ranks)
+        ring_takes(rules, heads, ranks)
     if exchanges_heads:
-        return ulysses(*inputs, ranks, rules, documents_BS, sinks_H, split.head_groups)
+        return ulysses(*inputs, ranks, rules, split.head_groups)
     return ring(*inputs, ranks, rules)
 
 

@@ -128,9 +128,8 @@ def _attention(ranks: Ranks, split: Split) -> Callable[..., tuple[Tensor, None]]
         documents = None
         if attention_mask is not None:
             documents = whole_documents(attention_mask, query, ranks)
-        rules = Rules(causal, scaling, dropout, sliding_window, softcap)
-        mixed = attention_of_ranks(query, key, value, ranks, rules, documents, s_aux, split)
-        return mixed, None
+        rules = Rules(causal, scaling, dropout, sliding_window, softcap, documents, s_aux)
+        return attention_of_ranks(query, key, value, ranks, rules, split), None
 
     return attention
 
@@ -227,7 +226,7 @@ def check_model(model: Any, ranks: Ranks, split: Split) -> None:
     """
     heads = getattr(model.config, "num_attention_heads", None)
     if isinstance(heads, int) and (not split.exchanges_heads(heads, ranks) or ranks.ring):
-        ring_takes(_rules_of(model.config), None, None, heads, ranks)
+        ring_takes(_rules_of(model.config), heads, ranks)
     reasons = list(_reasons(model))
     if reasons:
         raise ValueError(

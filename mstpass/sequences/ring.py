@@ -34,9 +34,7 @@ from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_
 from mstpass.torch_internals.exchanges import pass_on
 
 
-def ring_takes(
-    rules: Rules, documents_BS: Tensor | None, sinks_H: Tensor | None, heads: int, ranks: Ranks
-) -> None:
+def ring_takes(rules: Rules, heads: int, ranks: Ranks) -> None:
     """Refuse rules that ring attention does not know.
 
     Raises:
@@ -44,8 +42,8 @@ def ring_takes(
     """
     given = {
         "a window": rules.window is not None,
-        "documents or padding that need a mask": documents_BS is not None,
-        "sinks": sinks_H is not None,
+        "documents or padding that need a mask": rules.documents_BS is not None,
+        "sinks": rules.sinks_H is not None,
         "a soft cap": rules.softcap is not None,
         "dropout": rules.dropout > 0,
     }

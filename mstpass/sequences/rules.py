@@ -33,13 +33,15 @@ from torch import Tensor
 PADDING = -1  # the document of tokens that are none
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rules:
     """The rules of an attention, with the scale 1 / sqrt(D) where none is given.
 
     Attributes:
         dropout: of probabilities.
         softcap: scores s become ``softcap * tanh(s / softcap)``.
+        documents_BS: of the whole sequence.
+        sinks_H: of the heads of the queries.
     """
 
     causal: bool = True
@@ -47,16 +49,24 @@ class Rules:
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
+    documents_BS: Tensor | None = None
+    sinks_H: Tensor | None = None
+
+    def of(self, documents_BS: Tensor | None, sinks_H: Tensor | None) -> Rules:
+        """The same for other documents and heads."""
+        same = self.causal, self.scale, self.dropout, self.window, self.softcap
+        return Rules(*same, documents_BS, sinks_H)
 
     def scale_of(self, query: Tensor) -> float:
         """The scale of the scores of these queries, whose last dim is D."""
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
-def mask_of(rules: Rules, documents_BS: Tensor | None, query_BHSD: Tensor) -> Tensor | None:
+def mask_of(rules: Rules, query_BHSD: Tensor) -> Tensor | None:
     """Which keys each query sees, ``bool [B or 1, 1, S, S]``; None where ``causal`` says it all."""
     tokens = query_BHSD.shape[2]
     windowed = rules.window is not None and rules.window < tokens
+    documents_BS = rules.documents_BS
     if documents_BS is None and not windowed:
         return None
     place = torch.arange(tokens, device=query_BHSD.device)
@@ -79,28 +89,21 @@ def mask_of(rules: Rules, documents_BS: Tensor | None, query_BHSD: Tensor) -> Te
 _MORE_FEATURES = 8  # kernels want a multiple of it
 
 
-def attend(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    rules: Rules,
-    documents_BS: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def attend(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rules: Rules) -> Tensor:
     """The mixed values ``[B, H, S, D]``; K key-value heads serve H / K heads each.
 
     Raises:
         ValueError: soft caps together with sinks.
     """
-    mask = mask_of(rules, documents_BS, query_BHSD)
+    mask = mask_of(rules, query_BHSD)
     if rules.softcap is not None:
-        if sinks_H is not None:
+        if rules.sinks_H is not None:
             raise ValueError(
                 "attention has a soft cap and sinks, and no order of the two is known: use one"
             )
         return _capped(query_BHSD, key_BKSD, value_BKSD, rules, mask)
-    if sinks_H is not None:
-        return _with_sinks(query_BHSD, key_BKSD, value_BKSD, rules, mask, sinks_H)
+    if rules.sinks_H is not None:
+        return _with_sinks(query_BHSD, key_BKSD, value_BKSD, rules, mask, rules.sinks_H)
     return _plain(query_BHSD, key_BKSD, value_BKSD, rules, mask)
 
 

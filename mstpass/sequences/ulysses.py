@@ -65,25 +65,21 @@ def ulysses(
     value_BKsD: Tensor,
     ranks: Ranks,
     rules: Rules,
-    documents_BS: Tensor | None = None,
-    sinks_H: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
     """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``.
 
     Args:
-        documents_BS: of the whole sequence.
-        sinks_H: of all heads.
+        rules: with the sinks of all heads.
         groups: of heads, one after the other.
     """
     row = ranks if ranks.row is None else ranks.row
     copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], row.size)
     key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
-    sinks = None if sinks_H is None else sinks_H.chunk(row.size)[row.rank]
+    rules = rules.of(rules.documents_BS, _part_of(rules.sinks_H, row.size, row.rank))
     q_BRHsD, k_BRKsD, v_BRKsD = (_by_rank(x, row) for x in (query_BHsD, key_BKsD, value_BKsD))
     if groups > 1 and ranks.ring is None and not rules.dropout:
-        how = groups, row, rules, documents_BS, sinks
-        return attention_in_groups(q_BRHsD, k_BRKsD, v_BRKsD, *how).flatten(2, 3)
+        return attention_in_groups(q_BRHsD, k_BRKsD, v_BRKsD, groups, row, rules).flatten(2, 3)
     heads = Groups.of(groups, k_BRKsD.shape[2])
     mixed: list[Tensor] = []
     kv: list[Tensor] = []
@@ -91,24 +87,17 @@ def ulysses(
         q, *new = to_heads(parts, row.name)
         kv = new or kv
         k, v = (heads.heads_of(x, i) for x in kv)
-        sinks_h = None if sinks is None else sinks.chunk(groups)[i]
-        out = _attend(q, k, v, ranks, rules, documents_BS, sinks_h)
+        of_group = rules.of(rules.documents_BS, _part_of(rules.sinks_H, groups, i))
+        if ranks.ring is None:
+            out = attend(q, k, v, of_group)
+        else:
+            out = ring(q, k, v, ranks.ring, of_group).transpose(1, 2)
         mixed.append(to_tokens(out, row.size, row.name))
     return (mixed[0] if groups == 1 else torch.cat(mixed, 3)).flatten(2, 3)
 
 
-def _attend(
-    q_BhSD: Tensor,
-    k_BkSD: Tensor,
-    v_BkSD: Tensor,
-    ranks: Ranks,
-    rules: Rules,
-    documents_BS: Tensor | None,
-    sinks_h: Tensor | None,
-) -> Tensor:
-    if ranks.ring is not None:
-        return ring(q_BhSD, k_BkSD, v_BkSD, ranks.ring, rules).transpose(1, 2)
-    return attend(q_BhSD, k_BkSD, v_BkSD, rules, documents_BS, sinks_h)
+def _part_of(sinks: Tensor | None, parts: int, i: int) -> Tensor | None:
+    return None if sinks is None else sinks.chunk(parts)[i]
 
 
 def _by_rank(x_BHsD: Tensor, ranks: Ranks) -> Tensor:
@@ -173,17 +162,15 @@ def attention_in_groups(
     groups: int,
     ranks: Ranks,
     rules: Rules,
-    documents_BS: Tensor | None,
-    sinks_H: Tensor | None,
 ) -> Tensor:
     """This rank's tokens of the heads of each rank, ``[B, s, R, H, D]``.
 
     Args:
         query_BRHsD: this rank's tokens, of the H heads of each rank.
-        rules: without dropout, which would be another one in backward.
-        sinks_H: of this rank's heads.
+        rules: without dropout, which would be another one in backward; the sinks are those of this
+            rank's heads.
     """
-    given = (query_BRHsD, key_BRKsD, value_BRKsD, documents_BS, sinks_H)
+    given = (query_BRHsD, key_BRKsD, value_BRKsD, rules.documents_BS, rules.sinks_H)
     how = (rules.causal, rules.scale_of(query_BRHsD), rules.window, rules.softcap)
     mixed: Tensor = _in_graph(*given, *how, groups, ranks.size, ranks.name)
     return mixed
@@ -285,8 +272,8 @@ class _Groups(torch.autograd.Function):
             q, *new = exchanges.received(i)
             kv = new or kv
             k, v = (groups.heads_of(x, i) for x in kv)
-            sinks_h = None if sinks is None else sinks.chunk(number)[i]
-            exchanges.send_back(attend(q, k, v, rules, documents, sinks_h), mixed)
+            of_group = rules.of(documents, _part_of(sinks, number, i))
+            exchanges.send_back(attend(q, k, v, of_group), mixed)
         exchanges.finish()
         return _joined(mixed)
 
@@ -309,7 +296,8 @@ class _Groups(torch.autograd.Function):
             with torch.enable_grad():
                 read = [x.detach().requires_grad_() for x in (q, *kv, *sinks_h)]
                 k, v = (groups.heads_of(x, i) for x in read[1:3])
-                mixed = attend(read[0], k, v, rules, documents, *read[3:])
+                of_group = rules.of(documents, next(iter(read[3:]), None))
+                mixed = attend(read[0], k, v, of_group)
             of_q, *of_kv = torch.autograd.grad(mixed, read, grad)
             of_sinks += of_kv[2:]
             sums = [a + b for a, b in zip(sums, of_kv[:2], strict=True)] if sums else of_kv[:2]

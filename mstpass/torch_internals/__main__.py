@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mstpass.torch_internals.probes import LOST, PROBES, Probe
+from mstpass.torch_internals.probes import PROBES, Probe
 from mstpass.torch_internals.versions import CHECKED, installed
 
 
@@ -27,7 +27,7 @@ def main() -> int:
         lines = [f"{probe.name}: {wrong or 'ok'}", f"  {probe.purpose}"]
         lines += [f"    {api}" for api in probe.apis]
         if wrong:
-            lines.append(f"  Without {probe.adapter}.py: {LOST[probe.lost]}")
+            lines.append(f"  Lost without {probe.adapter}.py: {probe.lost}")
         sys.stdout.write("\n".join(["", *lines, ""]))
     sys.stdout.write(f"\n{failed} of {len(PROBES)} probes fail on this torch\n")
     return 1 if failed else 0

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -35,7 +34,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.torch_internals.settings import merges_equal_nodes
+from mstpass.torch_internals.settings import merges_equal_nodes, no_rank_asked
 from mstpass.torch_internals.versions import find_or_none, has_release
 
 __all__ = ["min_cut_rematerialization_partition"]
@@ -44,13 +43,6 @@ _TAKES_OPAQUE_NODES = (  # from 2.12 on
     "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
 )
 _budget_of = find_or_none("torch.fx.traceback._get_memory_budget_annotation")  # from 2.13 on
-DOUBLE_BACKWARD = (
-    "torch.compile with aot_autograd does not currently support double backward: this is the "
-    "gradient of a gradient that torch.autograd.grad or backward took, with create_graph=True, "
-    "through a compiled function. Take the inner gradient with torch.func.grad inside of the "
-    "compiled function, as in torch.func.grad(lambda x: model(x).sum())(x), or do not compile the "
-    "function that is differentiated twice"
-)
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -106,7 +98,7 @@ def saved_by_torch(
 ) -> list[str]:
     """The names of what torch's partitioner would save, sizes and inputs of the step among it.
 
-    The graph is changed as that partitioner changes it, so give a copy; equal nodes are merged.
+    The graph is changed as that partitioner changes it, so give a copy.
 
     Args:
         static_inputs: the positions of inputs that stay at their addresses from step to step.
@@ -114,48 +106,12 @@ def saved_by_torch(
     Raises:
         Exception: the partitioner fails on this graph.
     """
-    try:
-        forward, _ = _choosing_alone()(
+    with no_rank_asked():  # not every rank may come here
+        forward, _ = min_cut_rematerialization_partition(
             gm, None, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static_inputs
         )
-    except _Chosen as chosen:
-        return chosen.names
-    # A backward that needs no tangent is left to another partitioner, which builds the graphs.
     outputs: Any = forward.graph.output_node().args[0]
     return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
-
-
-class _Chosen(Exception):
-    """torch's partitioner has chosen what to save."""
-
-    def __init__(self, names: list[str]):
-        super().__init__(names)
-        self.names = names
-
-
-def _choosing_alone() -> Callable[..., Modules]:
-    """torch's partitioner up to its choice, with which it raises ``_Chosen``.
-
-    To build the two graphs takes longer than to choose. It is the same code with other globals, so
-    that a partition in another thread is not disturbed. It merges no nodes again, and asks no other
-    rank: not every rank may come here.
-    """
-
-    def chosen(_: Any, saved: list[fx.Node], *args: Any, **kwargs: Any) -> NoReturn:
-        opaque = kwargs.get("saved_opaque_nodes") or []
-        nodes = [*saved, *opaque, *(kwargs.get("saved_sym_nodes") or [])]
-        raise _Chosen([node.name for node in nodes])
-
-    function = min_cut_rematerialization_partition
-    replaced = {
-        "_extract_fwd_bwd_modules": chosen,
-        "_sync_decision_cross_ranks": lambda graph, saved, *args, **kwargs: saved,
-        "fx_graph_cse": lambda graph, *args, **kwargs: graph,
-    }
-    copy = types.FunctionType(function.__code__, {**function.__globals__, **replaced})
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__defaults__ = function.__defaults__
-    return copy
 
 
 def is_write_of_backward(node: fx.Node) -> bool:
@@ -242,10 +198,8 @@ def backwards_may_keep_graphs() -> Iterator[CompiledFunctions]:
     Inductor plans to overwrite donated buffers, and torch refuses to run such a backward while its
     graph is kept (``retain_graph=True``), though Inductor alone, which compiles the backward at its
     first call, would have donated nothing. A backward of ours whose graph is kept gets copies of
-    the donated buffers and overwrites these. A gradient that was taken with ``create_graph=True``
-    cannot be differentiated again: torch compiles no double backward. Its error says so, and here
-    also what to do instead. Dynamo, which compiles whatever a step calls between two graphs, is
-    kept from what is added.
+    the donated buffers and overwrites these. Dynamo, which compiles whatever a step calls between
+    two graphs, is kept from what is added.
 
     Yields:
         The functions, once they are compiled.
@@ -270,7 +224,7 @@ def _patch_once() -> None:
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
         function = getattr(compiled_fn, "__self__", None)
         functions = _here.get()
-        if functions is not None and hasattr(function, "_double_backward"):
+        if functions is not None and hasattr(function, "_backward_impl"):
             _extend(function, functions)
         return original(self, compiled_fn, *args, **kwargs)
 
@@ -280,7 +234,6 @@ def _patch_once() -> None:
 def _extend(function: Any, functions: CompiledFunctions) -> None:
     """Extend the autograd function of a compiled graph."""
     functions.add(function)
-    function._double_backward = staticmethod(_explained(function._double_backward))
     donated = function.metadata.bw_donated_idxs
     if donated and function.compiled_bw is not None:  # else torch itself donates nothing
         function.metadata.bw_donated_idxs = _CopiedWhereKept(donated)
@@ -322,25 +275,6 @@ def _copy(value: Any) -> Any:
         return copied
     storage = value.untyped_storage().clone()
     return value.new_empty(0).set_(storage, value.storage_offset(), value.size(), value.stride())
-
-
-def _explained(double_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward with a graph of its own, whose error says what to do."""
-
-    @torch.compiler.disable
-    def explained(*args: Any) -> Any:
-        gradients = double_backward(*args)
-        made = gradients if isinstance(gradients, tuple) else (gradients,)
-        nodes = [g.grad_fn for g in made if isinstance(g, Tensor) and g.grad_fn is not None]
-        if nodes:
-            nodes[0].register_prehook(_refuse)
-        return gradients
-
-    return explained
-
-
-def _refuse(_: Any) -> None:
-    raise RuntimeError(DOUBLE_BACKWARD)
 
 
 # ---- compiled autograd -------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A ``ShapeEnv`` knows one value for each symbol, that of the batch which Dynamo traced. Costs,
 schedules and the choice between kernels follow from it. ``at_sizes`` puts the values of another
-batch in its place, as long as a block runs, with what the block adds to the ``ShapeEnv`` taken back
-at its end. Source: torch/fx/experimental/symbolic_shapes.py.
+batch in its place, as long as a block runs, which works on copies of what the ``ShapeEnv`` holds.
+Source: torch/fx/experimental/symbolic_shapes.py.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def at_sizes(
         A list that holds the guards (sympy expressions) which the block added, once it has ended.
         What was compiled in the block is right for batches for which they hold.
     """
-    before = {name: _kept(value) for name, value in vars(environment).items()}
-    environment.frozen = False
+    attributes = vars(environment)
+    before = attributes.copy()
+    attributes.update({name: _kept(value) for name, value in before.items()}, frozen=False)
     for symbol, value in values.items():
         environment.backed_var_to_val[symbol] = sympy.Integer(value)
     for symbol, bound in most.items():
@@ -71,11 +72,9 @@ def at_sizes(
         yield added
     finally:
         added += [guard.expr for guard in environment.guards[len(before["guards"]) :]]
-        for name in vars(environment).keys() - before.keys():
-            delattr(environment, name)
-        for name, value in before.items():
-            if name not in _COUNTERS:
-                _restore(environment, name, value)
+        counted = {name: attributes[name] for name in _COUNTERS if name in attributes}
+        attributes.clear()
+        attributes.update({**before, **counted})
         _forget(environment)
 
 
@@ -86,26 +85,6 @@ def _kept(value: Any) -> Any:
     if isinstance(kept, dict):
         kept.update({key: _kept(inner) for key, inner in kept.items()})
     return kept
-
-
-def _restore(environment: ShapeEnv, name: str, value: Any) -> None:
-    """Give an attribute its value back, of whatever type it has become since.
-
-    Others hold references to containers, which stay the same objects.
-    """
-    container: Any = getattr(environment, name, None)
-    if type(container) is not type(value):
-        setattr(environment, name, value)
-    elif isinstance(container, list):
-        container[:] = value
-    elif isinstance(container, MutableMapping):
-        container.clear()
-        container.update(value)
-    elif isinstance(container, MutableSet):
-        container.clear()
-        container |= value
-    else:
-        setattr(environment, name, value)
 
 
 def _forget(environment: ShapeEnv) -> None:

@@ -22,10 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dynamo.backends.distributed import DDPOptimizer, SubmodCompiler
-from torch._dynamo.distributed import get_compile_pg
 from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._mode_utils import no_dispatch
 
 from mstpass.torch_internals.dynamo import frames_from
 from mstpass.torch_internals.graphs import OpOverload
@@ -163,106 +160,91 @@ def _local(code: CodeType, name: str) -> object:
 PATIENCE_S = 120.0
 _POLL_S = 0.02
 _ALONE = "mstpass/alone"
+_times: Counter[str] = Counter()  # that a topic came up: a new group may have an old one's store
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreed:
-    """The answer to a question to all ranks.
+def _answer(store: Any, topic: str, rank: int, given_up: str) -> str | None:
+    """What a rank has written down on a topic, once it has; None if it does not come.
 
-    Attributes:
-        number: the least of the numbers that all ranks asked with; of this rank if ``alone``.
-        alone: why this rank does without the others although it asked them; else empty.
+    Args:
+        given_up: the key under which a rank says that nobody need wait.
     """
+    deadline = time.monotonic() + PATIENCE_S
+    while not store.check([f"{topic}/{rank}"]):
+        if store.check([given_up]) or time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+    return str(store.get(f"{topic}/{rank}").decode())
 
-    number: int
-    alone: str = ""
+
+def _store() -> Any:
+    c10d: Any = dist.distributed_c10d
+    return c10d._get_default_store()
+
+
+def _did_not_compile(other: int) -> str:
+    return f"rank {other} did not compile together with rank {dist.get_rank()}"
 
 
 class _Questions:
     """What this process has asked the other ranks of a process group, through the group's store."""
 
-    _asked = 0  # counted over all groups, because a new group may have the store of an old one
-
-    def __init__(self, group: Any):
-        self.alone = ""
+    def __init__(self) -> None:
+        self.alone = ""  # why this rank does without the others although it asked them
         self.agreed: dict[int | None, int] = {}  # by the number of the frame
-        self._store: Any = dist.distributed_c10d._get_default_store()
 
-    def least(self, number: int) -> Agreed:
-        """The least of all ranks' numbers."""
-        rank, topic = dist.get_rank(), f"mstpass/{_Questions._asked}"
-        _Questions._asked += 1
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers; of this one's if they cannot be asked."""
+        rank, topic, store = dist.get_rank(), f"mstpass/{_times['']}", _store()
+        _times[""] += 1
         try:
-            self._store.set(f"{topic}/{rank}", str(number))
+            store.set(f"{topic}/{rank}", str(number))
             for other in range(dist.get_world_size()):
-                if not self._comes(f"{topic}/{other}", other):
-                    self._store.set(f"{_ALONE}/{rank}", "")
-                    self.alone = f"rank {other} did not compile together with rank {rank}"
-                    return Agreed(number, self.alone)
-                number = min(number, int(self._store.get(f"{topic}/{other}")))
+                answer = _answer(store, topic, other, f"{_ALONE}/{other}")
+                if answer is None:
+                    store.set(f"{_ALONE}/{rank}", "")
+                    self.alone = _did_not_compile(other)
+                    break
+                number = min(number, int(answer))
         except RuntimeError as error:  # the store is gone, or lost its connection
             self.alone = f"rank {rank} could not ask the other ranks ({error})"
-        return Agreed(number, self.alone)
-
-    def _comes(self, key: str, rank: int) -> bool:
-        """Wait for another rank's number; False if it does not come."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self._store.check([key]):
-            if self._store.check([f"{_ALONE}/{rank}"]) or time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        return number
 
 
 @functools.lru_cache(maxsize=1)  # a new group starts anew
 def _questions_to(group: Any) -> _Questions:
-    return _Questions(group)
+    return _Questions()
 
 
-def least_of_ranks(number: int) -> Agreed:
+def least_of_ranks(number: int) -> tuple[int, str]:
     """The least of the numbers that all ranks call this with, where they can be asked.
 
-    A rank that compiles alone must not wait for the others for ever. There are two ways to ask:
-
-    - ``torch._dynamo.config.enable_compiler_collectives`` (``TORCH_COMPILER_COLLECTIVES=1``) is the
-      user's promise that all ranks compile at the same time, under which Dynamo itself talks to the
-      other ranks for each graph. Then a collective asks them.
-    - Otherwise the store of the process group does. Each rank writes down its number for the
-      *first* compilation of each frame, and waits for those of the others. Ranks that run the same
-      program reach the same frame for the first time in the same step, whatever the length of their
-      batches. They may compile a frame *again* at different times: then nobody is asked, and the
-      number is at most what the ranks agreed on when they compiled the frame first.
+    A rank that compiles alone must not wait for the others for ever. Each rank writes down its
+    number for the *first* compilation of each frame, in the store of the process group, and waits
+    for those of the others. Ranks that run the same program reach the same frame for the first time
+    in the same step, whatever the length of their batches. They may compile a frame *again* at
+    different times: then nobody is asked, and the number is at most what the ranks agreed on when
+    they compiled the frame first.
 
     A rank whose number does not come within ``PATIENCE_S`` runs another program. From then on this
     one asks nobody any more, and writes that down too, so that nobody waits for it.
+
+    Returns:
+        The number, and why it is that of this rank although it asked the others; else empty.
     """
-    group = get_compile_pg()
-    if group is not None:
-        numbers = [number] * group.size()
-        with no_dispatch(), unset_fake_temporarily():
-            dist.all_gather_object(numbers, number, group=group)
-        return Agreed(min(numbers))
     frame = CompileContext.current_compile_id()
     if frame is None or not has_ranks() or not has_store():
-        return Agreed(number)
+        return number, ""
     questions = _questions_to(dist.group.WORLD)
+    if not questions.alone and frame.frame_compile_id == 0:
+        questions.agreed[frame.frame_id] = questions.least(number)
     if questions.alone:
-        return Agreed(number, questions.alone)
-    if frame.frame_compile_id != 0:  # again, and perhaps no other rank does so now
-        return Agreed(min(number, questions.agreed.get(frame.frame_id, number)))
-    agreed = questions.least(number)
-    questions.agreed[frame.frame_id] = agreed.number
-    return agreed
+        return number, questions.alone
+    return min(number, questions.agreed.get(frame.frame_id, number)), ""
 
 
 # ---- whether ranks compile alike -----------------------------------------------------------------
 _YES = "alike"
-
-
-@functools.lru_cache(maxsize=1)  # a new group starts anew
-def _asked(group: Any) -> Counter[str]:
-    """How often each topic came up in this process, by topic."""
-    return Counter()
 
 
 class Alike:
@@ -279,37 +261,30 @@ class Alike:
 
     def __init__(self, groups: Sequence[str], topic: str):
         c10d: Any = dist.distributed_c10d
-        self._store = c10d._get_default_store()
         group: Any = dist.group.WORLD
         if len(set(groups)) == 1:
             group = c10d._resolve_process_group(groups[0])
-        self._ranks = dist.get_process_group_ranks(group)
+        self._store, self._ranks = _store(), dist.get_process_group_ranks(group)
         among = hashlib.sha256(f"{self._ranks} {topic}".encode()).hexdigest()
-        number = _asked(dist.group.WORLD)[among]
-        _asked(dist.group.WORLD)[among] += 1
-        self._key = f"mstpass/alike/{among}/{number}"
+        self._topic = f"mstpass/alike/{among}/{_times[among]}"
+        _times[among] += 1
 
     def tell(self, answer: str) -> None:
         """Write down the answer of this rank, for those that wait for it."""
-        self._store.set(f"{self._key}/{dist.get_rank()}", answer)
+        self._store.set(f"{self._topic}/{dist.get_rank()}", answer)
 
     def why_not(self, answer: str) -> str:
         """Why not all ranks are known to have this answer; empty if they have."""
-        verdict = self._store.compare_set(f"{self._key}/verdict", "", self._found(answer))
+        verdict = self._store.compare_set(f"{self._topic}/verdict", "", self._found(answer))
         return str(verdict.decode()).removeprefix(_YES)
 
     def _found(self, answer: str) -> str:
-        """The verdict by what this rank sees."""
-        deadline = time.monotonic() + PATIENCE_S
+        """The verdict by what this rank sees, which counts if no other rank's is there."""
         for rank in self._ranks:
-            key = f"{self._key}/{rank}"
-            while not self._store.check([key]):
-                if self._store.check([f"{self._key}/verdict"]):
-                    return _YES  # of another rank, which counts
-                if time.monotonic() > deadline:
-                    return f"rank {rank} did not compile together with rank {dist.get_rank()}"
-                time.sleep(_POLL_S)
-            if self._store.get(key).decode() != answer:
+            theirs = _answer(self._store, self._topic, rank, f"{self._topic}/verdict")
+            if theirs is None:
+                return _did_not_compile(rank)
+            if theirs != answer:
                 return f"rank {rank} has another plan than rank {dist.get_rank()}"
         return _YES
 

@@ -149,8 +149,8 @@ def test_a_value_over_the_result_of_a_loop_has_no_memory_of_its_own(
     """The rows of an embedding's gradient, more than there are words, are computed in no buffer."""
     op = torch.ops.aten.embedding_dense_backward.default
     monkeypatch.setitem(decompositions, op, _embedding_gradient)
-    size = llama.Shape(WIDTH, 1, HEADS, 4 * WIDTH, TOKENS, 4 * TOKENS, key_heads=2)
-    model, loss_of = llama.model_and_loss(size, torch.device("meta"))
+    size = llama.Shape(WIDTH, 1, HEADS, 4 * WIDTH, TOKENS, 4 * TOKENS, key_value_heads=2)
+    model = llama.LossAlone(size, torch.device("meta"))
     ids = torch.empty(1, 2 * TOKENS, dtype=torch.long, device="meta")
-    code = dry_run(llama.LossAlone(model, loss_of), (ids,), memory_budget=0.0).text
+    code = dry_run(model, (ids,), memory_budget=0.0).text
     assert "in_out_ptr0" in code and not unused_buffers(code)

@@ -33,7 +33,7 @@ def _device_has(left_bytes: int) -> None:
     captured.least_of_ranks = _timed_least_of_ranks  # type: ignore[assignment]
 
 
-def _timed_least_of_ranks(number: int) -> collectives.Agreed:
+def _timed_least_of_ranks(number: int) -> tuple[int, str]:
     start = time.monotonic()
     agreed = collectives.least_of_ranks(number)
     waits_s.append(time.monotonic() - start)

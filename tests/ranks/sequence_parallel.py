@@ -77,7 +77,7 @@ def groups_with_sinks() -> Finding:
     """Each head keeps its own sink."""
     q, k, v = (torch.randn(2, heads, 12, 8, requires_grad=True) for heads in (8, 4, 4))
     sinks = torch.randn(8, requires_grad=True)
-    right = attend(q, k, v, Rules(), sinks_H=sinks)
+    right = attend(q, k, v, Rules(sinks_H=sinks))
     right.sin().sum().backward()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parts = [x.detach().chunk(ranks, 2)[rank].clone().requires_grad_() for x in (q, k, v)]

@@ -229,8 +229,8 @@ def donated_buffers(own: Any) -> None:
 def kept_graphs(own: Any) -> None:
     """Backwards that keep their graph: ``retain_graph=True`` and ``create_graph=True``."""
     source = inspect.getsource(own.runtime_wrappers)
-    for used in ("CompiledFunction._double_backward", "CompiledFunction._backward_impl"):
-        expect(used in source, f"the autograd function of a graph has no {used}")
+    used = "CompiledFunction._backward_impl"
+    expect(used in source, f"the autograd function of a graph has no {used}")
 
 
 def compiled_autograd(own: Any) -> None:

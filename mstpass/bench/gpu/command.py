@@ -1,8 +1,7 @@
-"""Measure mst and others on this machine's CUDA device: the CUDA tests, loops
-and what their chunks cost, LM heads at Llama-3 sizes, Llama-3-8B-shaped
-blocks under memory budgets, and the longest sequence that fits. No network
-is needed. Each finished row is kept at once; a second call goes on with what
-is missing.
+"""Measure mst and others on this machine's CUDA device: loops and what their
+chunks cost, LM heads at Llama-3 sizes, and Llama-3-8B-shaped blocks under
+memory budgets. No network is needed. Each finished row is kept at once; a
+second call goes on with what is missing.
 
 examples:
   mstpass bench gpu                         ten minutes; call it again to go on
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import signal
 import sys
 import time
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from mstpass.argument_parsers import byte_size, command_parser
+from mstpass.argument_parsers import command_parser
 from mstpass.bench.gpu import device, heads, results
 from mstpass.bench.gpu.results import outcome_text
 from mstpass.bench.gpu.runner import PARTS, Call, Runner, in_process
@@ -79,22 +77,16 @@ def parse(argv: Sequence[str]) -> Arguments:
         f"the most that this call may take (default {_MINUTES:g}; with --dry-run {_DRY_MINUTES:g})"
     )
     dry = "trace and plan every row without a GPU; nothing is measured"
-    memory = "the memory that the search for the longest sequence may use (default: 24GiB)"
     add("--part", action="append", choices=tuple(PARTS), metavar="NAME", help=part)
     add("--out", type=Path, metavar="DIR", help=out)
     add("--minutes", type=_minutes, help=most)
     add("--quick", action="store_true", help="tiny sizes, to see that it runs")
     add("--dry-run", action="store_true", help=dry)
     add("--tables", action="store_true", help="write the tables of the rows in DIR again")
-    add("--memory", type=byte_size, default=Settings.memory_bytes, metavar="SIZE", help=memory)
     given = parser.parse_args(argv)
     published = RESULTS.is_dir() and not (given.quick or given.dry_run)
-    settings = Settings(
-        out=given.out or (RESULTS if published else _OUT),
-        quick=given.quick,
-        dry=given.dry_run,
-        memory_bytes=given.memory,
-    )
+    out_folder = given.out or (RESULTS if published else _OUT)
+    settings = Settings(out_folder, quick=given.quick, dry=given.dry_run)
     names = tuple(name for name in PARTS if name in (given.part or PARTS))
     minutes = given.minutes or (_DRY_MINUTES if given.dry_run else _MINUTES)
     return Arguments(settings, names, 60 * minutes, given.tables)
@@ -111,8 +103,6 @@ def _minutes(text: str) -> float:
 
 
 # ---- the command ---------------------------------------------------------------------------------
-_GIB = 2**30
-_USABLE = 0.9  # of a card's memory: the rest is CUDA's context, and what others hold
 DONE, BAD_INPUT, ROWS_LEFT, INTERRUPTED = 0, 2, 3, 130
 
 
@@ -132,10 +122,8 @@ def main(argv: Sequence[str] = (), call: Call = in_process) -> int:
         except device.CannotRun as error:
             print(f"mstpass bench gpu: {error}", file=sys.stderr)
             return BAD_INPUT
-    card = device.card()
-    given = within_card(given, card.get("memory_bytes"))
     sizes = {"quick": given.settings.quick, "dry": given.settings.dry}
-    state = State.open(given.settings.out, {**card, **sizes})
+    state = State.open(given.settings.out, {**device.card(), **sizes})
     state.begin_run(device.facts())
     interrupted = False
     try:
@@ -148,15 +136,6 @@ def main(argv: Sequence[str] = (), call: Call = in_process) -> int:
     if interrupted:
         return INTERRUPTED
     return ROWS_LEFT if results.left_over(state) else DONE
-
-
-def within_card(given: Arguments, card_bytes: int | None) -> Arguments:
-    """The arguments with a memory limit, in whole GiB, that the card has room for."""
-    if card_bytes is None or given.settings.memory_bytes <= _USABLE * card_bytes:
-        return given
-    limit = max(_GIB, int(_USABLE * card_bytes) // _GIB * _GIB)
-    settings = dataclasses.replace(given.settings, memory_bytes=limit)
-    return dataclasses.replace(given, settings=settings)
 
 
 @contextlib.contextmanager

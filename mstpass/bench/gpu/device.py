@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import os
 import platform
 import re
@@ -144,15 +143,15 @@ _SLOW_S = 2.0  # steps that are slower than this are timed in fewer rounds
 
 
 class Device:
-    """A device that steps run on.
+    """The current CUDA device.
 
     Attributes:
         torch_device: where the tensors of a step are.
         runs: whether steps run; otherwise they are traced and planned.
     """
 
-    torch_device: torch.device
-    runs: bool
+    torch_device = torch.device("cuda", 0)
+    runs = True
 
     def tensors(self) -> AbstractContextManager[Any]:
         """A context in which tensors are made and eager steps run."""
@@ -160,44 +159,10 @@ class Device:
 
     def peak_bytes(self, step: Step) -> int:
         """The most bytes of tensors while a step runs, beyond those at its start."""
-        raise NotImplementedError
-
-    def highest_bytes(self, step: Step) -> int:
-        """The most bytes of tensors while a step runs, all that is allocated included."""
-        raise NotImplementedError
+        return peak_bytes(step, self.torch_device)
 
     def seconds(self, step: Step) -> float:
         """The time of one step."""
-        raise NotImplementedError
-
-    def limit_memory(self, size: int) -> None:
-        """Let this process allocate no more than ``size`` bytes."""
-
-    def free(self) -> None:
-        """Give back what is not needed any more."""
-        gc.collect()
-
-    def clocks(self) -> str:
-        """The clocks of the device at this moment."""
-        return ""
-
-
-class CudaDevice(Device):
-    """The current CUDA device."""
-
-    torch_device = torch.device("cuda", 0)
-    runs = True
-
-    def peak_bytes(self, step: Step) -> int:
-        return peak_bytes(step, self.torch_device)
-
-    def highest_bytes(self, step: Step) -> int:
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
-
-    def seconds(self, step: Step) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
@@ -206,15 +171,8 @@ class CudaDevice(Device):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def limit_memory(self, size: int) -> None:
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
-
-    def free(self) -> None:
-        super().free()
-        torch.cuda.empty_cache()
-
     def clocks(self) -> str:
+        """The clocks of the device at this moment."""
         return clocks()
 
 
@@ -235,6 +193,9 @@ class NoDevice(Device):
 
     def seconds(self, step: Step) -> float:
         return 1.0
+
+    def clocks(self) -> str:
+        return ""
 
 
 def time_in_turn(device: Device, steps: Mapping[str, Step], quick: bool) -> dict[str, list[float]]:

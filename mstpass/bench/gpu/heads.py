@@ -31,9 +31,8 @@ from torch import Tensor
 
 from mstpass.bench import comparison, loops
 from mstpass.bench.comparison import Contender, auto_chunker, eager, inductor, mst
-from mstpass.bench.gpu.job import Job, outcome
 from mstpass.bench.gpu.side_by_side import Measured, cases_of, measure
-from mstpass.bench.gpu.state import DRY, MEASURED, Case, Outcome, Settings
+from mstpass.bench.gpu.state import DRY, MEASURED, Case, Job, Outcome, Settings, outcome
 from mstpass.bench.models import Head, MLPs, Work
 from mstpass.graph import device_costs
 from mstpass.torch_internals.versions import installed

@@ -15,7 +15,7 @@ import torch
 
 from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest
+from mstpass.bench.gpu import heads
 from mstpass.bench.gpu.runner import PARTS
 from mstpass.bench.gpu.state import DRY, MEASURED, OUT_OF_TIME, SCHEMA, Outcome, State
 from mstpass.bench.processes import ROOT
@@ -56,10 +56,6 @@ def all_tables(data: Data) -> dict[str, list[Table]]:
 
 
 def _table(part: str, case: str, rows: Rows, header: Data) -> Table:
-    if part == cuda_tests.NAME:
-        return tests_table(case, rows)
-    if part == longest.NAME:
-        return longest_table(case, rows)
     if (part, case) == (heads.LOOPS, heads.CALIBRATION):
         return costs_table(case, rows)
     return steps_table(case, rows, header)
@@ -104,32 +100,6 @@ def costs_table(case: str, rows: Rows) -> Table:
     return Table(case, ("", "measured", "assumed before"), tuple(lines))
 
 
-def tests_table(case: str, rows: Rows) -> Table:
-    counts: Columns = {
-        key: lambda row, key=key: str(row.get(key, NONE))  # type: ignore[misc]
-        for key in ("passed", "failed", "skipped", "seconds")
-    }
-    text = lambda row: row["text"] or ("" if _is_measured(row) else row["status"])
-    return Table.of(case, rows, {"file": lambda row: row["row"], **counts, "": text})
-
-
-def longest_table(case: str, rows: Rows) -> Table:
-    """The longest sequences, and beside them what was predicted."""
-    lengths = next((r.get("lengths") or {} for r in rows if r["row"] == longest.PREDICTION), {})
-    relative = lambda row: times_cell(quotient(row.get("length"), lengths.get(row["row"])))
-    columns: Columns = {
-        "": lambda row: row["row"],
-        "tokens": lambda row: _or_outcome(row, lambda row: tokens(row["length"])),
-        "predicted tokens": lambda row: tokens(lengths.get(row["row"])),
-        "measured / predicted": _if_measured(relative),
-        "peak GiB": lambda row: gib(row.get("peak_bytes")),
-        "step s": lambda row: results.seconds_cell(row.get("median_s")),
-    }
-    done = MEASURED, DRY  # a prediction has a row of its own where it failed
-    shown = [r for r in rows if r["row"] != longest.PREDICTION or r["status"] not in done]
-    return Table.of(f"longest sequence within {case}", shown, columns)
-
-
 # ---- cells -------------------------------------------------------------------------------------
 def outcome_text(outcome: Outcome) -> str:
     """An outcome on one line, without the row's name."""
@@ -137,10 +107,6 @@ def outcome_text(outcome: Outcome) -> str:
     if status not in (MEASURED, DRY):
         return status + (f": {outcome['text']}" if outcome["text"] else "")
     words = ["dry"] if status == DRY else []
-    if "passed" in outcome:
-        words.append(f"{outcome['passed']} passed in {outcome['seconds']:.0f} s")
-    if outcome.get("length"):
-        words.append(f"{tokens(outcome['length'])} tokens")
     if status == MEASURED:
         if outcome.get("median_s") is not None:
             words.append(f"{milliseconds(outcome)} ms")
@@ -150,8 +116,6 @@ def outcome_text(outcome: Outcome) -> str:
             words.append(f"{outcome['ratio'][0]:.2f}x Inductor's time")
     if outcome.get("simulated_bytes"):
         words.append(f"simulated {gib(outcome['simulated_bytes'])} GiB")
-    for name, length in (outcome.get("lengths") or {}).items():
-        words.append(f"{name} {tokens(length)}")
     return ", ".join(words) or outcome["text"] or status
 
 
@@ -182,10 +146,6 @@ def limit_flops_per_s(header: Data) -> float | None:
 
 def gib(size: int | None) -> str:
     return text_of(size, lambda size: f"{size / GIB:.2f}")
-
-
-def tokens(count: int | None) -> str:
-    return text_of(count, "{:,}".format)
 
 
 def _estimate(row: Outcome) -> str:
@@ -225,11 +185,9 @@ _NOTHING = "Nothing has been measured on a GPU yet."
 _DRY = "**A dry run: nothing here is measured.** Steps were traced and planned without a GPU."
 _HEADING = "# On a GPU\n"
 _TITLES = {
-    "tests": "CUDA tests",
     "loops": "Loops",
     "heads": f"LM heads: d={heads.WIDTH}, V={heads.VOCABULARY}, bf16, forward and backward",
     "blocks": "Llama-3-8B-shaped blocks with head and loss, forward and backward",
-    "longest": "The longest sequence that fits",
 }
 
 
@@ -310,31 +268,26 @@ def write_readme(path: Path, data: Data | None) -> None:
 
 
 def readme_section(data: Data | None) -> str:
-    """The README's words on GPUs: tables of a head and of the longest sequences, if there are."""
+    """The README's words on GPUs, with the table of a head if it is measured."""
     if data is None or data["header"]["dry"] or data["header"]["quick"]:
         return (
             f"{_NOTHING} [`mstpass bench gpu`](docs/results/gpu.md) measures everything on one in\n"
             "ten minutes, without network, and writes its table here.\n"
         )
-    parts = [_head_lines(data), _longest_lines(data)]
     header, last = data["header"], data["runs"][-1]
     made = (
         f"{last['date'][:10]}, {header['card']}, driver {last['driver']}, torch {header['torch']}. "
         "[All rows](docs/results/gpu.md)."
     )
-    return "\n".join([line for part in parts if part for line in [*part, ""]] + [made, ""])
-
-
-def _rows(data: Data, part: str) -> list[Outcome]:
-    """The measured rows of the first case of a part."""
-    rows = [row for row in data["rows"] if row["part"] == part and row["status"] == MEASURED]
-    return [row for row in rows if row["case"] == rows[0]["case"]]
+    return "\n".join([*_head_lines(data), made, ""])
 
 
 def _head_lines(data: Data) -> list[str]:
-    rows = _rows(data, heads.NAME)
+    """The measured rows of the first case of a head."""
+    rows = [r for r in data["rows"] if r["part"] == heads.NAME and r["status"] == MEASURED]
     if not rows:
         return []
+    case = rows[0]["case"]
     columns: Columns = {
         "": _name,
         "peak GiB": lambda row: gib(row["peak_bytes"]),
@@ -343,23 +296,10 @@ def _head_lines(data: Data) -> list[str]:
         "of the limit": lambda row: share_of_limit(row, data["header"]),
         "time / Inductor": lambda row: ratio_cell(row["ratio"]),
     }
-    size = f"{rows[0]['case']}, d={heads.WIDTH}, V={heads.VOCABULARY}, bf16"
+    size = f"{case}, d={heads.WIDTH}, V={heads.VOCABULARY}, bf16"
     title = f"A Llama-3 head on a GPU ({size}), forward and backward:"
-    return [title, "", *table_lines(Table.of("", rows, columns))]
-
-
-def _longest_lines(data: Data) -> list[str]:
-    rows = [row for row in _rows(data, longest.NAME) if row["row"] != longest.PREDICTION]
-    if not rows:
-        return []
-    columns: Columns = {
-        "": _name,
-        "tokens": lambda row: tokens(row["length"]),
-        "predicted by `mstpass plan`": lambda row: tokens(row["predicted"]),
-    }
-    model = f"a Llama-3-8B-shaped model with {llama.FULL.layers} layers"
-    title = f"The longest sequence of {model} within {rows[0]['case']}:"
-    return [title, "", *table_lines(Table.of("", rows, columns))]
+    table = Table.of("", (row for row in rows if row["case"] == case), columns)
+    return [title, "", *table_lines(table), ""]
 
 
 def _name(row: Outcome) -> str:

@@ -16,23 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from mstpass.bench import processes
-from mstpass.bench.gpu import cuda_tests, heads, llama, longest
-from mstpass.bench.gpu.device import CudaDevice, Device, NoDevice
-from mstpass.bench.gpu.job import Job, outcome
+from mstpass.bench.gpu import heads, llama
+from mstpass.bench.gpu.device import Device, NoDevice
 from mstpass.bench.gpu.state import (
     FAILED,
     OUT_OF_TIME,
     TOO_LONG,
     Case,
+    Job,
     Outcome,
     Settings,
     State,
+    outcome,
 )
 from mstpass.bench.processes import ProcessFailed, TimedOut
-
-NextProbe = Callable[
-    [Settings, str, Mapping[str, Outcome], Sequence[Mapping[str, Any]]], Mapping[str, Any]
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,36 +40,20 @@ class Part:
         what: what it measures, in words.
         share: its part of a call's time; what it does not use is left to the parts after it.
         cases: its cases.
-        work: measures a row or a probe, in a new process.
-        environment: variables of its processes.
-        next_probe: what to try next on the way to a row's outcome, from the outcomes and the probes
-            that are known; the outcome itself, if these say it; empty for a row without probes.
+        work: measures a row, in a new process.
     """
 
     name: str
     what: str
     share: float
     cases: Callable[[Settings], Sequence[Case]]
-    work: Callable[[Job], Mapping[str, Any]]
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    next_probe: NextProbe = lambda settings, row, known, probes: {}
+    work: Callable[[Job], Outcome]
 
 
 _ALL = (
-    Part(cuda_tests.NAME, "the CUDA tests", 2, cuda_tests.cases, cuda_tests.work),
     Part(heads.LOOPS, "loops and what their chunks cost", 2, heads.loop_cases, heads.loop_work),
     Part(heads.NAME, "LM heads at Llama-3 sizes", 3, heads.cases, heads.work),
     Part(llama.NAME, "Llama-3-8B-shaped blocks by budget", 3, llama.cases, llama.work),
-    Part(
-        longest.NAME,
-        "the longest sequence that fits",
-        4,
-        longest.cases,
-        longest.work,
-        # as `mstpass plan` assumes: no gaps between tensors
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        longest.next_probe,
-    ),
 )
 PARTS: Mapping[str, Part] = {part.name: part for part in _ALL}
 
@@ -98,8 +79,8 @@ def in_process(given: Given, variables: Mapping[str, str], limit_s: float) -> Ma
 def attempt(
     settings: Given, case: Given, device: Device | None = None, **more: Any
 ) -> Mapping[str, Any]:
-    """The outcome of a row, or what a probe of it has found; this runs in the new process."""
-    device = device or (NoDevice() if settings["dry"] else CudaDevice())
+    """The outcome of a row; this runs in the new process."""
+    device = device or (NoDevice() if settings["dry"] else Device())
     chosen = Settings(**{**settings, "out": Path(settings["out"])})
     own = Case(**{**case, "rows": tuple(case["rows"])})
     return PARTS[own.part].work(Job(chosen, own, device=device, **more))
@@ -138,39 +119,29 @@ class Runner:
             deadline = self._clock() + left * part.share / shares
             for case in cases:
                 for row in self._state.missing(case):
-                    self._measure(part, case, row, deadline, end)
+                    self._measure(case, row, deadline, end)
 
     def _unfinished(self, part: Part) -> list[Case]:
         return [case for case in part.cases(self._settings) if self._state.missing(case)]
 
-    def _measure(self, part: Part, case: Case, row: str, deadline: float, end: float) -> None:
-        """Measure a row, in as many processes as it takes.
+    def _measure(self, case: Case, row: str, deadline: float, end: float) -> None:
+        """Measure a row.
 
         None is begun after the part's ``deadline``; one that has begun may run until the ``end``.
         """
-        while True:
-            known, probes = self._state.known(case), self._state.probes(case, row)
-            probe = part.next_probe(self._settings, row, known, probes)
-            if "status" in probe:
-                return self._keep(case, row, probe)
-            left = end - self._clock()
-            if deadline - self._clock() < LEAST_S:
+        left = end - self._clock()
+        if deadline - self._clock() < LEAST_S:
+            return self._keep(case, row, outcome(OUT_OF_TIME))
+        data = {**dataclasses.asdict(self._settings), "out": str(self._settings.out)}
+        given = {"settings": data, "case": dataclasses.asdict(case), "row": row}
+        known = {"known": self._state.known(case)}
+        try:
+            found = self._call({**given, **known}, self._environment, min(case.limit_s, left))
+        except ProcessFailed as error:
+            if isinstance(error, TimedOut) and left <= case.limit_s:
                 return self._keep(case, row, outcome(OUT_OF_TIME))
-            data = {**dataclasses.asdict(self._settings), "out": str(self._settings.out)}
-            given = {"settings": data, "case": dataclasses.asdict(case), "row": row}
-            variables = {**self._environment, **part.environment}
-            try:
-                more = {"known": known, "probe": probe}
-                found = self._call({**given, **more}, variables, min(case.limit_s, left))
-            except ProcessFailed as error:
-                if isinstance(error, TimedOut) and left <= case.limit_s:
-                    return self._keep(case, row, outcome(OUT_OF_TIME))
-                status = TOO_LONG if isinstance(error, TimedOut) else FAILED
-                failed = {**probe, "fits": False, "why": error.why}
-                found = failed if probe else outcome(status, error.why)
-            if "status" in found:
-                return self._keep(case, row, found)
-            self._state.add_probe(case, row, found)
+            found = outcome(TOO_LONG if isinstance(error, TimedOut) else FAILED, error.why)
+        return self._keep(case, row, found)
 
     def _keep(self, case: Case, row: str, found: Outcome) -> None:
         self._state.add(case, row, found)

@@ -7,7 +7,7 @@ and each other way is compiled, run, and timed in rounds that alternate with Ind
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,20 @@ import mstpass
 from mstpass.bench import comparison
 from mstpass.bench.comparison import Contender, compare_outcomes, error_text
 from mstpass.bench.gpu.device import time_in_turn
-from mstpass.bench.gpu.job import Job, outcome
-from mstpass.bench.gpu.state import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED, Case, Outcome
+from mstpass.bench.gpu.state import (
+    DRY,
+    FAILED,
+    MEASURED,
+    OUT_OF_MEMORY,
+    SKIPPED,
+    Case,
+    Job,
+    Outcome,
+    outcome,
+)
 from mstpass.bench.models import Step, Work
 from mstpass.bench.results import Row, write_plan
+from mstpass.errors import MissingPackageError
 from mstpass.torch_internals.caches import fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
@@ -45,9 +55,9 @@ def measure(job: Job, build: Build, ways: Sequence[Contender]) -> Outcome:
     if way.missing:
         return outcome(SKIPPED, way.missing)
     try:
-        if way.from_peaks is not None:
-            way = way.from_peaks(dict(_peaks(job.known)))
         return _measured(job, build, ways[0], way) if job.device.runs else _planned(job, build, way)
+    except MissingPackageError as error:
+        return outcome(SKIPPED, str(error))
     except Exception as error:
         if is_out_of_memory(error):
             return outcome(OUT_OF_MEMORY)
@@ -100,14 +110,6 @@ def _planned(job: Job, build: Build, way: Contender) -> Outcome:
             step()
     row.peak_bytes, row.seconds = device.peak_bytes(step), [device.seconds(step)]
     return outcome(DRY, **figures(row, row.seconds, work), **extra)
-
-
-def _peaks(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
-    """The peaks of finished rows; of dry ones as simulated."""
-    for name, found in outcomes.items():
-        size = found.get("simulated_bytes" if found["status"] == DRY else "peak_bytes")
-        if size:
-            yield name, size
 
 
 def explained(

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mstpass.bench.gpu.device import Device
 from mstpass.errors import UserError
 
 # the status of a row
@@ -41,13 +42,11 @@ class Settings:
         out: the folder of all results.
         quick: tiny sizes.
         dry: trace and plan, run nothing.
-        memory_bytes: the memory that the search for the longest sequence may use.
     """
 
     out: Path
     quick: bool = False
     dry: bool = False
-    memory_bytes: int = 24 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,26 @@ class Case:
             raise ValueError(f"the rows of a case need different names: {self.rows}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be measured.
+
+    Attributes:
+        known: the outcomes of the case's other rows.
+    """
+
+    settings: Settings
+    case: Case
+    row: str
+    device: Device
+    known: Mapping[str, Outcome] = dataclasses.field(default_factory=dict)
+
+
+def outcome(status: str, text: str = "", **figures: Any) -> Outcome:
+    """The outcome of a row."""
+    return {"status": status, "text": text, **figures}
+
+
 def is_final(outcome: Outcome | None) -> bool:
     """Whether a later call need not try the row again."""
     return outcome is not None and outcome["status"] != OUT_OF_TIME
@@ -86,7 +105,7 @@ class OtherState(UserError):
 
 
 class State:
-    """The rows, runs and probes of one folder.
+    """The rows and runs of one folder.
 
     Attributes:
         header: what the rows belong to.
@@ -99,7 +118,6 @@ class State:
         self.header = dict(header)
         self.runs: list[dict[str, Any]] = []
         self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-        self._probes: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
 
     @staticmethod
     def open(folder: Path, header: Mapping[str, Any]) -> State:
@@ -143,10 +161,8 @@ class State:
         self._add({"kind": "run", **facts})
 
     def add(self, case: Case, row: str, outcome: Outcome) -> None:
-        self._add({"kind": "row", **_place(case, row), "run": len(self.runs) - 1, **outcome})
-
-    def add_probe(self, case: Case, row: str, probe: Mapping[str, Any]) -> None:
-        self._add({"kind": "probe", **_place(case, row), "probe": dict(probe)})
+        place = {"part": case.part, "case": case.name, "row": row}
+        self._add({"kind": "row", **place, "run": len(self.runs) - 1, **outcome})
 
     def _add(self, line: dict[str, Any]) -> None:
         self.append(line)
@@ -161,11 +177,7 @@ class State:
         if line["kind"] == "run":
             self.runs.append(rest)
             return
-        place = (line["part"], line["case"], line["row"])
-        if line["kind"] == "row":
-            self.rows[place] = rest
-        else:
-            self._probes.setdefault(place, []).append(line["probe"])
+        self.rows[line["part"], line["case"], line["row"]] = rest
 
     def to_data(self) -> dict[str, Any]:
         """All that is known, for the results."""
@@ -183,13 +195,6 @@ class State:
         """The outcomes of a case's rows that have one."""
         found = ((row, self.outcome(case, row)) for row in case.rows)
         return {row: outcome for row, outcome in found if outcome is not None}
-
-    def probes(self, case: Case, row: str) -> Sequence[Mapping[str, Any]]:
-        return self._probes.get((case.part, case.name, row), [])
-
-
-def _place(case: Case, row: str) -> dict[str, str]:
-    return {"part": case.part, "case": case.name, "row": row}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.choose_modes import least_memory_modes, whole_modes
@@ -42,6 +43,11 @@ class Candidate:
     @property
     def peak_bytes(self) -> int:
         return self.simulation.peak_bytes
+
+    @property
+    def lowered_peak_bytes(self) -> int:
+        """The peak with cheap values computed twice, where that lowers it."""
+        return self.simulation.lowered_peak_bytes
 
     @property
     def us(self) -> float:
@@ -141,29 +147,18 @@ def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:
     return read_by_backward(free, kept)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeasuredPlan:
-    """A plan with its simulated peak and its time in microseconds."""
-
-    plan: Plan
-    peak_bytes: int
-    us: float
-
-
 def measured(
     problem: CutProblem, modes: Mapping[str, str], keep: Callable[[Value], bool]
-) -> MeasuredPlan:
+) -> Candidate:
     """The plan with these modes that saves the values for which ``keep`` holds.
 
     The saved set is that of ``saved_where``.
     """
     closed = with_modes(problem, modes)
-    saved = saved_where(closed, keep)
-    step = StepSimulation(closed, saved)
-    return MeasuredPlan(Plan(saved, dict(modes)), step.peak_bytes, step.us)
+    return Candidate(closed, Plan(saved_where(closed, keep), dict(modes)))
 
 
-def first_within(sequence: Iterable[MeasuredPlan], budget_bytes: int | None) -> Plan:
+def first_within(sequence: Iterable[Candidate], budget_bytes: int | None) -> Plan:
     """The answer for a budget; the plan of the lowest peak if no plan is within it.
 
     The *free* plan is the one of the lowest peak among those that take at most ``FREE_OVERHEAD``
@@ -177,3 +172,19 @@ def first_within(sequence: Iterable[MeasuredPlan], budget_bytes: int | None) -> 
     rest = plans[plans.index(free) :]
     within = (plan for plan in rest if plan.peak_bytes <= budget_bytes)
     return next(within, min(rest, key=lambda plan: plan.peak_bytes)).plan
+
+
+Move = TypeVar("Move")
+
+
+def by_halves(moves: Sequence[Move], make: Callable[[Sequence[Move]], bool]) -> None:
+    """Make all of the moves, if they may be; otherwise the first half of them, then the second.
+
+    Args:
+        make: makes all moves that it is given, and returns whether it did.
+    """
+    if not moves or make(moves) or len(moves) == 1:
+        return
+    half = len(moves) // 2
+    by_halves(moves[:half], make)
+    by_halves(moves[half:], make)

@@ -34,6 +34,7 @@ import networkx as nx
 from mstpass.partition.solvers.candidate import (
     Candidate,
     baseline,
+    by_halves,
     by_torch,
     fewest_saved_bytes,
     lowest,
@@ -149,7 +150,7 @@ def only_loops_that_help(problem: CutProblem, found: Candidate) -> Candidate:
     given = {**first_modes(problem), **found.plan.modes}
     whole = {r.region: mode.name for r in problem.regions for mode in r.modes if not mode.loops}
     search = _Search(problem, lowest_saved_set(problem, {**given, **whole}))
-    search.accept([(name, given[name]) for name in whole if given[name] != whole[name]])
+    by_halves([(n, given[n]) for n in whole if given[n] != whole[n]], search.accept)
     return search.best
 
 
@@ -159,15 +160,10 @@ class _Search:
     def __init__(self, problem: CutProblem, best: Candidate):
         self.problem, self.best, self.tries = problem, best, _TRIES
 
-    def accept(self, modes: Sequence[tuple[str, str]]) -> None:
-        """Put regions in these modes, as far as the peak does not rise."""
-        if not modes or not self.tries or self._try(modes) or len(modes) == 1:
-            return
-        half = len(modes) // 2
-        self.accept(modes[:half])
-        self.accept(modes[half:])
-
-    def _try(self, modes: Sequence[tuple[str, str]]) -> bool:
+    def accept(self, modes: Sequence[tuple[str, str]]) -> bool:
+        """Put regions in these modes, if the peak does not rise."""
+        if not self.tries:
+            return False
         self.tries -= 1
         try:
             found = lowest_saved_set(self.problem, {**self.best.plan.modes, **dict(modes)})

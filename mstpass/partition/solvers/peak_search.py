@@ -26,12 +26,12 @@ A peak is the one that is left once backward computes some cheap values twice
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from mstpass.partition.solvers.candidate import (
     TIE,
     Candidate,
-    MeasuredPlan,
     known_plans,
     least_memory_loops,
 )
@@ -50,6 +50,7 @@ from mstpass.problem.problem import CutProblem, Plan
 
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 _SOME_OPS = 1_500  # and of so many some take little time: estimates of checkpoints miss most there
+_US = operator.attrgetter("us")
 _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
 
 
@@ -59,19 +60,18 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
         free = problem.cached(free_plan)
         if budget_bytes is None or free.peak_bytes <= budget_bytes:
             return free.plan
-    found: list[MeasuredPlan] = []
+    found: list[Candidate] = []
     least = problem.cached(_least)
     if budget_bytes:
         within = [*_firsts(problem, budget_bytes), *_checkpoints(problem, budget_bytes)]
-        if _lowered(least) <= budget_bytes:
+        if least.lowered_peak_bytes <= budget_bytes:
             within.append(least)
-        found += (slack_spent(problem, c.plan, budget_bytes) for c in within)
-        known = (c for c in problem.cached(known_plans) if c.lowered_within(budget_bytes))
-        found += (MeasuredPlan(c.plan, _lowered(c), c.us) for c in known)
+        found += (slack_spent(problem, c, budget_bytes) for c in within)
+        found += (c for c in problem.cached(known_plans) if c.lowered_within(budget_bytes))
     if found:
-        return min(found, key=_us).plan
+        return min(found, key=_US).plan
     if not _uses_host(problem):
-        return slack_spent(problem, least.plan, 0).plan
+        return slack_spent(problem, least, 0).plan
     by_host = _within_by_host(problem, budget_bytes)
     return (by_host or _least_offloaded(problem, least)).plan
 
@@ -113,31 +113,32 @@ def _checkpoints(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
 
 def _fastest(plans: Iterable[Candidate]) -> list[Candidate]:
     """The plan that takes the least time, if there is any."""
-    return sorted(plans, key=lambda plan: plan.us)[:1]
+    return sorted(plans, key=_US)[:1]
 
 
 def _least(problem: CutProblem) -> Candidate:
     """The plan of least memory, without values on the host; of peaks that count as equal the
     fastest."""
     placed = problem.cached(checkpoint_plans)
-    plans = [problem.cached(every_saving), problem.cached(least_memory_loops)]
-    plans += problem.cached(known_plans)
+    number = len(problem.values) + len(problem.backward)
+    plans = [problem.cached(least_memory_loops), *problem.cached(known_plans)]
+    if placed is None or number <= _SOME_OPS:
+        plans.append(problem.cached(every_saving))
     if placed is not None:
         plans += filter(None, (placed.lowest(levels=0), placed.least))
-    number = len(problem.values) + len(problem.backward)
     if number <= _FEW_OPS:
         plans += (plan for one in _sequences(problem) for plan in one)
     elif placed is not None and number <= _SOME_OPS:
         plans += map(with_checkpoints, placed.keeping)
     lowest, *others = sorted(plans, key=lambda candidate: candidate.peak_bytes)
     for other in others:
-        if other.simulation.is_lowered_below(_lowered(lowest)):
+        if other.simulation.is_lowered_below(lowest.lowered_peak_bytes):
             lowest = other
-    equal_bytes = int(TIE * _lowered(lowest))
+    equal_bytes = int(TIE * lowest.lowered_peak_bytes)
     equal = [plan for plan in plans if plan.lowered_within(equal_bytes)]
-    if placed is not None and (faster := placed.within(_lowered(lowest))):
+    if placed is not None and (faster := placed.within(lowest.lowered_peak_bytes)):
         equal.append(faster)
-    return min(equal, key=lambda candidate: candidate.us)
+    return min(equal, key=_US)
 
 
 # ---- with values on the host -------------------------------------------------------------------
@@ -176,16 +177,16 @@ def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[
                 yield found
 
 
-def _within_by_host(problem: CutProblem, budget_bytes: int) -> MeasuredPlan | None:
+def _within_by_host(problem: CutProblem, budget_bytes: int) -> Candidate | None:
     """The plan within the budget that takes the least host memory; None if there is none."""
     assert problem.host is not None, "the host is known"
     if not budget_bytes:
         return None
     found = least_host_memory(problem, budget_bytes, problem.host.budget_bytes)
-    return None if found is None else slack_spent(problem, found.plan, budget_bytes)
+    return None if found is None else slack_spent(problem, found, budget_bytes)
 
 
-def _least_offloaded(problem: CutProblem, least: Candidate) -> MeasuredPlan:
+def _least_offloaded(problem: CutProblem, least: Candidate) -> Candidate:
     """The fastest of the plans that have the lowest peak, this one among them.
 
     Peaks of which the simulation cannot tell which is lower count as equal.
@@ -195,14 +196,6 @@ def _least_offloaded(problem: CutProblem, least: Candidate) -> MeasuredPlan:
         every += filter(None, (placed.least, *placed.by_host(_host_bytes(problem))[-1:]))
     found = filter(None, map(offloaded_for_least_memory, every))
     by_host = sorted(found, key=lambda candidate: (candidate.peak_bytes, candidate.us))[:2]
-    plans = [slack_spent(problem, candidate.plan, 0) for candidate in (least, *by_host)]
-    lowest = min(plan.peak_bytes for plan in plans)
-    return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
-
-
-def _lowered(candidate: Candidate) -> int:
-    return candidate.simulation.lowered_peak_bytes
-
-
-def _us(plan: MeasuredPlan) -> float:
-    return plan.us
+    plans = [slack_spent(problem, candidate, 0) for candidate in (least, *by_host)]
+    limit_bytes = TIE * min(plan.lowered_peak_bytes for plan in plans)
+    return min((p for p in plans if p.lowered_peak_bytes <= limit_bytes), key=_US)

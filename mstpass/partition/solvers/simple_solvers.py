@@ -49,7 +49,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from mstpass.partition.solvers.candidate import MeasuredPlan, first_within, measured
+from mstpass.partition.solvers.candidate import Candidate, first_within, measured
 from mstpass.partition.solvers.choose_modes import (
     first_modes,
     least_memory_mode,
@@ -91,7 +91,7 @@ def greedy(problem: CutProblem, budget_bytes: int | None) -> Plan:
     return first_within(_by_rate(problem), budget_bytes)
 
 
-def _by_rate(problem: CutProblem) -> Iterator[MeasuredPlan]:
+def _by_rate(problem: CutProblem) -> Iterator[Candidate]:
     moves = _ranked_moves(problem)
     plans = min(len(moves), _PLANS)
     for count in [0, *(len(moves) * i // plans for i in range(1, plans + 1))]:
@@ -134,7 +134,7 @@ def knapsack(problem: CutProblem, budget_bytes: int | None) -> Plan:
     return first_within(_by_limits(problem), budget_bytes)
 
 
-def _by_limits(problem: CutProblem) -> Iterator[MeasuredPlan]:
+def _by_limits(problem: CutProblem) -> Iterator[Candidate]:
     choices = [first_modes(problem)]
     if least_memory_modes(problem) != choices[0]:
         choices.append(least_memory_modes(problem))
@@ -142,7 +142,7 @@ def _by_limits(problem: CutProblem) -> Iterator[MeasuredPlan]:
         yield from _plans_by_limit(problem, modes)
 
 
-def _plans_by_limit(problem: CutProblem, modes: Mapping[str, str]) -> Iterator[MeasuredPlan]:
+def _plans_by_limit(problem: CutProblem, modes: Mapping[str, str]) -> Iterator[Candidate]:
     closed = with_modes(problem, modes)
     read = saved_where(closed, lambda value: value.forward)
     items = [value for value in closed.values if value.name in read and not value.pinned]

@@ -27,8 +27,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from mstpass.memory.simulate_plan import simulate_plan
-from mstpass.partition.solvers.candidate import MeasuredPlan
+from mstpass.partition.solvers.candidate import Candidate, by_halves
 from mstpass.partition.solvers.choose_modes import held_bytes, mode_us, op_times
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan, RegionModes
@@ -48,26 +47,26 @@ class _Move:
     saved: frozenset[str] = frozenset()
 
 
-def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredPlan:
+def slack_spent(problem: CutProblem, start: Candidate, budget_bytes: int) -> Candidate:
     """A plan within the budget that takes at most the time of the given one.
 
     If the given plan exceeds the budget itself, its own peak is the limit. Peaks are those that
     copies of cheap values lower.
     """
-    step = simulate_plan(problem, plan)
-    start = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
-    limit_bytes = max(budget_bytes, start.peak_bytes)
+    limit_bytes = max(budget_bytes, start.lowered_peak_bytes)
     tries = max(_LEAST_TRIES, min(_TRIES, _OPS // max(1, size)))
     search = _Search(problem, start, limit_bytes, tries)
     ranks = range(max((len(r.modes) for r in problem.regions), default=0))
     for alike in _alike_regions(problem):
         fastest = ranks[:_MODES_OF_LAYERS]
-        next((r for r in fastest if search.accept_all(search.mode_moves(r, alike))), None)
+        next((r for r in fastest if search.make_several(search.mode_moves(r, alike))), None)
     search.tries = tries
-    search.accept(search.save_moves())  # before single modes: one may spare a whole chain of ops
+    by_halves(
+        search.save_moves(), search.make
+    )  # before single modes: one may spare a whole chain of ops
     for rank in ranks:
-        search.accept(search.mode_moves(rank, problem.regions))
+        by_halves(search.mode_moves(rank, problem.regions), search.make)
     return search.best
 
 
@@ -85,7 +84,7 @@ def _alike_regions(problem: CutProblem) -> list[list[RegionModes]]:
 class _Search:
     """The best plan so far, and the number of simulations that are left."""
 
-    def __init__(self, problem: CutProblem, best: MeasuredPlan, limit_bytes: int, tries: int):
+    def __init__(self, problem: CutProblem, best: Candidate, limit_bytes: int, tries: int):
         self.problem = problem
         self.best = best
         self.limit_bytes = limit_bytes
@@ -116,19 +115,14 @@ class _Search:
         ops = recomputed_heavy_ops(closed, self.best.plan.saved)
         return [_Move(saved=op.results) for op in ops]
 
-    def accept_all(self, moves: Sequence[_Move]) -> bool:
-        """Make all of the moves, or none. Returns whether they are made."""
-        return len(moves) > 1 and self.tries > 0 and self._try(moves)
+    def make_several(self, moves: Sequence[_Move]) -> bool:
+        """Make all of the moves, or none; also none of a single one."""
+        return len(moves) > 1 and self.make(moves)
 
-    def accept(self, moves: Sequence[_Move]) -> None:
-        if not moves or not self.tries or self._try(moves) or len(moves) == 1:
-            return
-        half = len(moves) // 2
-        self.accept(moves[:half])
-        self.accept(moves[half:])
-
-    def _try(self, moves: Sequence[_Move]) -> bool:
+    def make(self, moves: Sequence[_Move]) -> bool:
         """Make all the moves, if that wins time, stays within the limit and lowers no peak."""
+        if not self.tries:
+            return False
         self.tries -= 1
         saved = self.best.plan.saved.union(*(move.saved for move in moves))
         modes = dict(self.best.plan.modes)
@@ -142,10 +136,10 @@ class _Search:
         before, names = self.best.plan, {value.name for value in closed.values}
         nested = {name: level for name, level in before.nested.items() if name in names}
         plan = Plan(kept, modes, nested, before.offloaded & kept, before.by_chunk & kept)
-        step = simulate_plan(self.problem, plan)
-        if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
+        found = Candidate(closed, plan)
+        if found.us >= self.best.us or not found.lowered_within(self.limit_bytes):
             return False
-        if step.lowered_peak_bytes < self.best.peak_bytes:
+        if found.lowered_peak_bytes < self.best.lowered_peak_bytes:
             return False
-        self.best = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
+        self.best = found
         return True
