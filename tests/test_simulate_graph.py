@@ -123,6 +123,19 @@ def test_a_view_of_a_product_is_read_behind_it_however_many_views_there_are() ->
     assert round(_peak(fn, X)) == 2, "the logits, and the exponentials as above"
 
 
+def test_kernels_that_run_as_one_run_where_the_first_of_them_does() -> None:
+    """The scores and what reads them behind another product, which is then computed first."""
+
+    def fn(x: Tensor, mask: Tensor) -> list[Tensor]:
+        logits = x @ x
+        exp = (logits - logits.amax(-1, True)).exp()
+        scores = exp / exp.sum(-1, True)
+        masked = (scores * mask) @ x
+        return [masked, (scores * (x.t() @ x)).sum(-1)]
+
+    assert round(_peak(fn, X, X.clone())) == 3, "both products, and the masked scores"
+
+
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
     assert _peak(lambda x: (x @ x).t().contiguous() @ x, X) == 2
     assert _peak(lambda x: [(x @ x).t().contiguous()], X) == 2

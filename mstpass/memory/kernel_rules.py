@@ -2,8 +2,9 @@
 
 **Values**: what a value is computed from, before it is known whether it has a buffer.
 
-**Fusion**: which kernels of a loop's body Inductor fuses into one, and in which order these run:
-those that read the same buffer, if they are no calls, have the same size, and no call lies between
+**Fusion**: which kernels Inductor fuses into one, and in which order these run. Kernels are one
+where a value between them has no buffer (``in_order``). In a loop's body, kernels that read the
+same buffer are fused besides, if they are no calls, have the same size, and no call lies between
 them (torch/_inductor/scheduler.py: ``fuse_nodes``, ``will_fusion_create_cycle``). What the group
 reads is then computed before its first kernel, and the results of all its kernels are alive at
 once.
@@ -148,6 +149,36 @@ def fused_groups(
         else:
             group.append(kernel)
     return _in_order(groups, reads, writer)
+
+
+def in_order(
+    reads: Mapping[Kernel, frozenset[Buffer]],
+    writer: Mapping[Buffer, Kernel],
+    fused_away: Set[Buffer],
+) -> list[tuple[Kernel, ...]]:
+    """Each kernel by itself, where Inductor runs it.
+
+    Those that a value without a buffer joins run where the first of them does. What the others read
+    is computed before them all, even if calls that come first in the graph could free memory.
+
+    Args:
+        fused_away: the buffers that only kernels read that run as one with their writers.
+    """
+    if not fused_away:
+        return [(kernel,) for kernel in reads]
+    group_of: dict[Kernel, list[Kernel]] = {}
+    for kernel, read in reads.items():
+        one = group_of[kernel] = [kernel]
+        for buffer in read & fused_away:
+            other = group_of[writer[buffer]]
+            if other is not one:
+                other += one
+                group_of.update(dict.fromkeys(one, other))
+                one = other
+    place = {kernel: i for i, kernel in enumerate(reads)}
+    groups = {id(group): sorted(group, key=place.__getitem__) for group in group_of.values()}
+    ordered = _in_order(list(groups.values()), reads, writer)
+    return [(kernel,) for group in ordered for kernel in group]
 
 
 def _dependencies(

@@ -15,6 +15,7 @@ from mstpass.memory.kernel_rules import (
     KernelValue,
     combined,
     fused_groups,
+    in_order,
     in_place,
     readers_through_views,
     waits,
@@ -245,7 +246,7 @@ class Kernels:
 
     def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
         if not fuse:
-            return [(kernel,) for kernel in self.read_by]
+            return in_order(self.read_by, self._writer, self._fused_across_calls())
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
         # Sums over outer dims are fused for an input, as a norm's, that both read.
         reads = {k: read | self._loads.get(k, frozenset()) for k, read in self.read_by.items()}
@@ -257,6 +258,15 @@ class Kernels:
 
     def _sums_outer_dims(self, kernel: str) -> bool:
         return self.op[kernel].kind == REDUCTION and self.op[kernel].own_loops
+
+    def _fused_across_calls(self) -> Set[str]:
+        """The buffers without memory that a kernel reads behind a call, in the graph's order."""
+        before = self._calls_before
+        return {
+            buffer
+            for buffer in self.fused_away
+            if any(before[kernel] != before[buffer] for kernel in self.readers[buffer])
+        }
 
     def run_as_one(self, kernel: str, other: str, group: tuple[str, ...], buffer: str) -> bool:
         """Whether Inductor may fuse two kernels because both read the buffer."""

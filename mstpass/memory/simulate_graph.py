@@ -129,6 +129,7 @@ def op_of(
     """
     over = written_over(node)
     kind = kind_of(node) if over is None else VIEW  # of the operand
+    on_cpu = _is_on_cpu(node)
     in_no_buffer = node in in_place or is_input_write(node) or over is not None
     return Op(
         name=node.name,
@@ -136,13 +137,13 @@ def op_of(
         inputs=tuple(n.name for n in (*([over] if over else []), *_read(node))),
         kind=kind,
         inner_bytes=_inner_bytes(node),
-        slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
+        slow=on_cpu and ops.row(node).slow_on_cpu,
         own_loops=has_own_loops(node),
         shift=shift(node),
         transposed=transposed(node),
-        loops_end=loops_end(node),
-        outer_sizes=outer_sizes(node),
-        on_cpu=_is_on_cpu(node),
+        loops_end=loops_end(node) if on_cpu else (),
+        outer_sizes=outer_sizes(node) if on_cpu else (),
+        on_cpu=on_cpu,
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
         concatenates=concatenates(node),
         writes_anywhere=ops.row(node).writes_anywhere,

@@ -21,8 +21,9 @@ scheduler.py for the others):
    through an op that needs loops of its own (``Op.own_loops``), or, on the CPU, needs loops that
    end at other dims (``Op.loops_end``), or comes behind a reduction of the value beside a kernel
    over the rows alone. On the CPU, a reduction's result always has a buffer. A stage is a stretch
-   without a call in between, in the order of the graph or on the paths in it. The buffer of a
-   scatter stays, as its rows are written in any order.
+   without a call in between, in the order of the graph or on the paths in it. Kernels that such a
+   buffer joins run where the first of them does, once what all of them read is there
+   (kernel_rules.py). The buffer of a scatter stays, as its rows are written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it;
    it may be what a value without a buffer between them, that is not reduced, would have been

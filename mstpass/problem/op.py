@@ -54,6 +54,7 @@ class Op:
             one, or it is a part of another value, so that its rows lie apart.
         outer_sizes: of each dim that it runs over but the first, how many elements the loops
             outside of it run through. Loops over its dims are one where ``loops_end`` has none.
+            Both are asked for on the CPU alone.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/kernel_rules.py).
