@@ -23,7 +23,7 @@ from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
 from mstpass.loops.apply_plans import CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
-from mstpass.loops.mode_costs import region_modes
+from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.convolutions_as_products import LeftOut, convolutions_in_vain
@@ -201,7 +201,8 @@ def _problem(
         try:
             modes = region_modes(joint, candidates)
             repeats = options.repeats_collectives
-            problem = cut_problem(joint, modes, not limit.is_free, host, repeats)
+            copies = copied_nodes(joint, candidates)
+            problem = cut_problem(joint, modes, not limit.is_free, host, repeats, copies)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:

@@ -8,12 +8,9 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.builder import Builder
-from mstpass.graph.joint import JointGraph
-from mstpass.loops import mode_costs
-from mstpass.loops.body.build import build_body
+from mstpass.loops.plan_region import Names, Originals
 from mstpass.options import Options
-from mstpass.plans import LoopPlan
+from mstpass.plans import Region
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import joint_graph
 
@@ -54,24 +51,30 @@ def test_no_region_walks_over_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -
     assert four_times - twice <= 2.05 * (twice - few)
 
 
-def test_bodies_of_equal_layers_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = 0
+@pytest.mark.parametrize("budget", ["free", 0.0])
+def test_equal_layers_are_planned_once(
+    budget: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the problem is the one of layers that are planned each by itself."""
+    found: list[bool] = []
+    of = Originals.of
 
-    def counted(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.Node]:
-        nonlocal built
-        built += 1
-        return build_body(joint, loop, builder)
+    def counted(self: Originals, region: Region) -> tuple[Region, Names] | None:
+        found.append((copy := of(self, region)) is not None)
+        return copy
 
-    def bodies(layers: int) -> int:
-        nonlocal built
-        built = 0
-        size = LlamaSize(64, heads=2, mlp_width=192, vocabulary=1024, length=2048, layers=layers)
-        module, *batch = llama(size, torch.device("cpu"))
-        joint, outputs = joint_graph(lambda ids, target: module(ids, target), *batch)
-        options = Options(memory_budget=0.0)
-        result = pipeline.run(joint, options, num_fwd_outputs=outputs, stop_after="plan")
-        assert result.problem is not None and len(result.problem.regions) > layers
-        return built
+    size = LlamaSize(width=64, heads=2, mlp_width=192, vocabulary=1024, length=2048, layers=5)
+    module, *batch = llama(size, torch.device("cpu"))
+    joint, outputs = joint_graph(lambda ids, target: module(ids, target), *batch)
 
-    monkeypatch.setattr(mode_costs, "build_body", counted)
-    assert bodies(3) == bodies(5) > 0
+    def planned() -> pipeline.Result:
+        options = Options(memory_budget=budget, free_overhead=0.5)
+        return pipeline.run(joint, options, num_fwd_outputs=outputs, stop_after="plan")
+
+    monkeypatch.setattr(Originals, "of", counted)
+    once = planned()
+    assert sum(found) >= 3, "the first and the last layer have other neighbors"
+    monkeypatch.setattr(Originals, "of", lambda self, region: None)
+    each = planned()
+    assert once.problem == each.problem and once.problem is not None and once.problem.regions
+    assert once.outcome.regions == each.outcome.regions

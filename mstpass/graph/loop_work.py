@@ -109,14 +109,14 @@ def loop_work(
 
 
 def _totals(members: Mapping[fx.Node, Spec | None]) -> dict[fx.Node, str]:
-    """The sum of several products that each product is a part of, by the sum's number."""
+    """The sum of several products that each product is a part of, by the sum's name."""
     sums = [
         node for node, spec in members.items() if spec is None and len(node.all_input_nodes) > 1
     ]
     totals: dict[fx.Node, str] = {}
-    for number, result in enumerate(reversed(sums)):  # the last sum first
+    for result in reversed(sums):  # the last sum first
         for node in summands(result):
-            totals.setdefault(node, f"sum {number}")
+            totals.setdefault(node, result.name)
     return totals
 
 

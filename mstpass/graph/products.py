@@ -72,7 +72,7 @@ class TokenProduct:
             which keys and values may have fewer than queries.
         least_sum_bytes: bytes of an element of the sum over chunks, where the tokens are
             contracted, if the result has no more (``LoopPlan.least_sum_bytes``).
-        total: which sum of several products that it is a part of, if it is.
+        total: name of the sum of several products that it is a part of, if it is.
     """
 
     whole: Product

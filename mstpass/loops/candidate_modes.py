@@ -54,7 +54,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
-from mstpass.loops.plan_region import RegionPlanner, matmuls_to_recompute
+from mstpass.loops.plan_region import Names, RegionPlanner, matmuls_to_recompute, planners_of
 from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
@@ -77,12 +77,17 @@ class RegionCandidates:
         plans: each mode, without its loops, and its chunk plan; the preferred one first.
         optional: the region may also stay whole.
         whole_first: it stays whole unless a budget asks for less memory.
+        original: the region that this one is equal to but for names (graph/alike.py); "" if it is
+            the first of its kind.
+        names: the names of its nodes, by those of the original's.
     """
 
     region: str
     plans: tuple[tuple[Mode, ChunkPlan], ...]
     optional: bool
     whole_first: bool = False
+    original: str = ""
+    names: Names = dataclasses.field(default_factory=dict, repr=False)
 
     def plan_in(self, mode: str | None) -> ChunkPlan | None:
         """The plan of a mode, by its name; None: of the first one. None without loops."""
@@ -120,8 +125,7 @@ def find_candidates(
     length = SHORT if limit.is_least else USUAL
     preferred: list[tuple[RegionPlanner, ChunkPlan]] = []
     leaner: list[RegionCandidates] = []
-    for region in regions:
-        planner = RegionPlanner(joint, region, options)
+    for region, planner in planners_of(joint, regions, options).items():
         with runner.left_out(_PLANNING, region.name):
             mode = preferred_mode(region, limit)
             plan = planner.plan(mode, length=length)
@@ -233,8 +237,10 @@ def candidates_of(
     planner: RegionPlanner, plans: Mapping[Mode, ChunkPlan], optional: bool, whole_first: bool
 ) -> RegionCandidates:
     """The candidates of a region; the last member names it: two heads may begin with one view."""
-    last, _ = planner.region.members[-1]
-    return RegionCandidates(last, tuple(plans.items()), optional, whole_first)
+    last = planner.region.members[-1][0]
+    original = planner.original.region.members[-1][0] if planner.original else ""
+    how = optional, whole_first, original, planner.names
+    return RegionCandidates(last, tuple(plans.items()), *how)
 
 
 # ---- attention and blocks ----------------------------------------------------------------------
@@ -362,8 +368,7 @@ def attention_candidates(
     masked, of_masks = detect_masked_attention(joint, taken)
     candidates: list[RegionCandidates] = []
     rejections += of_masks
-    for region in (*regions, *masked):
-        planner = RegionPlanner(joint, region, options)
+    for region, planner in planners_of(joint, [*regions, *masked], options).items():
         what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
         plans, refused = _plans(planner, {f"{count} {what}": count for count in _counts(region)})
         rejections += refused

@@ -32,7 +32,6 @@ nothing is known of that, for one of many tokens, and rule 3 does not ask for eq
 
 from __future__ import annotations
 
-import functools
 import math
 
 from mstpass.graph.advice import MORE_ROWS, SMALLER_CHUNKS
@@ -185,10 +184,14 @@ def _sections(
     if options.chunk_tokens is not None:
         features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
         return _of_features(total, features)
-    times_us = _times_us(facts.costs, work, total)  # type: ignore[arg-type]  # it has a hash
-    one_piece_us = facts.costs.whole_us(work)
+    costs, per_feature = facts.costs, work.tokens // total
+    one_piece_us = costs.whole_us(work)
+
+    def loop_us(features: int) -> float:
+        return costs.loop_us(work, features * per_feature)
 
     def shortest(limit: float) -> int:
+        times_us = {n: loop_us(n) for n in range(_BLOCK, total, _BLOCK)}
         fewest = next((n for n, us in times_us.items() if us <= limit * one_piece_us), total)
         return min(
             (n for n in times_us if fewest <= n <= _LONGER * fewest),
@@ -203,13 +206,6 @@ def _sections(
         if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
             features = shorter
     return _of_features(total, features)
-
-
-@functools.lru_cache(maxsize=64)  # the layers of a model ask the same
-def _times_us(costs: Costs, work: LoopWork, total: int) -> dict[int, float]:
-    """The time of a loop over ``total`` features, by the length of its sections."""
-    per_feature = work.tokens // total
-    return {n: costs.loop_us(work, n * per_feature) for n in range(_BLOCK, total, _BLOCK)}
 
 
 def _of_features(total: int, length: int) -> Chunks | Refusal:

@@ -12,7 +12,8 @@ A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -30,12 +31,13 @@ from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
+from mstpass.loops.plan_region import renamed_plan
 from mstpass.loops.write_loop import operands_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
 from mstpass.plans import LoopOutput, LoopPlan
-from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name
+from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name, renamed
 
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
 
@@ -53,7 +55,12 @@ def region_modes(
     """
     loops = _Loops(joint)
     found: list[RegionModes] = []
+    known: dict[str, tuple[RegionCandidates, RegionModes]] = {}
     for region in candidates:
+        if region.original in known and _is_copy(region, known[region.original][0]):
+            name_of = functools.partial(_new_name, region.names)
+            found.append(renamed(known[region.original][1], name_of))
+            continue
         modes = [
             dataclasses.replace(m, loops=tuple(map(loops.of, plan.loops)))
             for m, plan in region.plans
@@ -63,7 +70,37 @@ def region_modes(
         first = [Mode(WHOLE)] if region.whole_first else []
         last = [Mode(WHOLE)] if region.optional and not region.whole_first else []
         found.append(RegionModes(region.region, (*first, *kept, *last)))
+        known[region.region] = region, found[-1]
     return tuple(found)
+
+
+def _new_name(names: Mapping[str, str], name: str) -> str:
+    return names.get(name, name)
+
+
+def _is_copy(region: RegionCandidates, original: RegionCandidates) -> bool:
+    """Whether a region has the same ways to run as the one that it is equal to."""
+    ways = (original.optional, original.whole_first, len(original.plans))
+    return ways == (region.optional, region.whole_first, len(region.plans)) and all(
+        mode == other and renamed_plan(plan, region.names, copy.source) == copy
+        for (mode, plan), (other, copy) in zip(original.plans, region.plans, strict=True)
+    )
+
+
+def copied_nodes(
+    joint: JointGraph, candidates: Sequence[RegionCandidates]
+) -> dict[fx.Node, tuple[fx.Node, Mapping[str, str]]]:
+    """The nodes of regions that are equal to others: each with its original, and all names."""
+    node = joint.by_name
+    regions = {region.region: region for region in candidates}
+    return {
+        node[region.names[name]]: (node[name], region.names)
+        for region in candidates
+        if region.original in regions
+        for name in regions[region.original].members
+        if region.names.get(name, name) != name
+        and all(n.name in region.names for n in (*node[name].all_input_nodes, *node[name].users))
+    }
 
 
 def _is_better(mode: Mode, other: Mode) -> bool:
@@ -88,17 +125,17 @@ class _Loops:
 
     def __init__(self, joint: JointGraph):
         self.joint = joint
-        self.chunks: dict[str, tuple[int, tuple[str, ...], float]] = {}  # by ``body_key``
+        self.chunks: dict[str, tuple[int, tuple[str, ...]]] = {}  # by the loop's ``body_key``
 
     def of(self, loop: LoopPlan) -> Loop:
-        chunk_bytes, narrow, us = self._costs(loop)
+        chunk_bytes, narrow = self._chunk(loop)
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
             needs=tuple(n.name for n in operands_of(self.joint, loop) if n.op != "get_attr"),
             results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
             inner_bytes=chunk_bytes + self._copied_bytes(loop),
-            us=us,
+            us=self._time_us(loop),
             narrow=narrow,
             in_rows=self._in_rows(loop),
         )
@@ -132,16 +169,15 @@ class _Loops:
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
-    def _costs(self, loop: LoopPlan) -> tuple[int, tuple[str, ...], float]:
-        """The peak of one chunk, ``Loop.narrow`` and the time of the loop; the same for equal loops
-        on equal shapes."""
+    def _chunk(self, loop: LoopPlan) -> tuple[int, tuple[str, ...]]:
+        """The peak of one chunk, and ``Loop.narrow``; the same for equal loops on equal shapes."""
         key = body_key(self.joint, loop, in_order=False)
         if key not in self.chunks:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
             parts = build_body(self.joint, loop, builder)
             narrow = tuple(map(str, narrow_calls([graph])))
-            self.chunks[key] = body_bytes(graph, parts), narrow, self._time_us(loop)
+            self.chunks[key] = body_bytes(graph, parts), narrow
         return self.chunks[key]
 
     def _time_us(self, loop: LoopPlan) -> float:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import AS_MUCH_MEMORY, EQUAL_TOKENS, FEWER_SUMS, Advice
+from mstpass.graph.alike import Alike
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
@@ -37,20 +38,36 @@ from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
-from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE
+from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE, renamed
 from mstpass.regions.make_region import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
+_TRIED = 4  # regions that another one is compared with: the layers of a model are of few kinds
 
 # Each loop computes the region's products again, and its body is compiled by itself.
 _MOST_LOOPS = 16
 
+Names = Mapping[str, str]  # of the nodes of a copy, by those of its original
+
 
 class RegionPlanner:
-    """Makes the plans of one region; what several of them have in common is found once."""
+    """Makes the plans of one region; what several of them have in common is found once.
 
-    def __init__(self, joint: JointGraph, region: Region, options: Options):
+    Args:
+        original: the planner of a region that this one is equal to but for its names.
+        names: the names of nodes here, by those of the original.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        region: Region,
+        options: Options,
+        original: RegionPlanner | None = None,
+        names: Names | None = None,
+    ):
         self.joint, self.region, self.options = joint, region, options
+        self.original, self.names = original, names or {}
         self._loops: dict[tuple[str, frozenset[str]], RegionLoops] = {}
         self._plans: dict[tuple[str, frozenset[str], str | int], ChunkPlan | Rejection] = {}
 
@@ -67,7 +84,7 @@ class RegionPlanner:
     @property
     def has_sections(self) -> bool:
         """Whether the region may run in mixed mode."""
-        return isinstance(self.sections, Sections)
+        return isinstance((self.original or self).sections, Sections)
 
     def plan(
         self, mode: str, may_recompute: frozenset[str] = frozenset(), length: str | int = USUAL
@@ -81,11 +98,23 @@ class RegionPlanner:
         """
         key = mode, may_recompute, length
         if key not in self._plans:
-            found = self._plan(*key)
+            found = self._of_original(*key) or self._plan(*key)
             self._plans[key] = (
                 self._rejection(found.reason) if isinstance(found, Refusal) else found
             )
         return self._plans[key]
+
+    def _of_original(
+        self, mode: str, may_recompute: frozenset[str], length: str | int
+    ) -> ChunkPlan | Rejection | None:
+        """The plan of the region that this one is equal to, with the names of this one."""
+        if self.original is None:
+            return None
+        old = frozenset(name for name, new in self.names.items() if new in may_recompute)
+        found = self.original.plan(mode, old, length)
+        if isinstance(found, ChunkPlan):
+            return renamed_plan(found, self.names, self.region.source)
+        return dataclasses.replace(found, node=self.region.name, source=self.region.source)
 
     def _plan(
         self, mode: str, may_recompute: frozenset[str], length: str | int
@@ -199,6 +228,68 @@ class RegionPlanner:
     def _rejection(self, reason: str) -> Rejection:
         region = self.region
         return Rejection("plan", region.name, reason, region.source, self.facts.bytes_before)
+
+
+# ---- regions that are equal but for names (graph/alike.py) -------------------------------------
+class Originals:
+    """The regions of one graph that are no copies of others."""
+
+    def __init__(self, joint: JointGraph):
+        self.joint, self.alike = joint, joint.cached(Alike)
+        self.regions: list[Region] = []
+
+    def of(self, region: Region) -> tuple[Region, Names] | None:
+        """The region that this one is a copy of; None if it is the first of its kind.
+
+        What is computed before a loop is not next to its region, and not compared.
+        """
+        if region.prelude:
+            return None
+        for original in self.regions[-_TRIED:]:
+            names = self._names(original, region)
+            if names is not None:
+                return original, names
+        self.regions.append(region)
+        return None
+
+    def _names(self, original: Region, region: Region) -> Names | None:
+        if len(original.members) != len(region.members):
+            return None
+        node = self.joint.by_name
+        part = {node[name] for name, _ in original.members}
+        last, others_last = (node[each.members[-1][0]] for each in (original, region))
+        found = self.alike.as_in(part, last, others_last)
+        if found is None:
+            return None
+        names = {one.name: other.name for one, other in found.items()}
+        copy = renamed(original, lambda name: names.get(name, name))
+        return names if dataclasses.replace(copy, source=region.source) == region else None
+
+
+def renamed_plan(plan: ChunkPlan, names: Names, source: str) -> ChunkPlan | None:
+    """The plan of a region for a copy of it; None if it has nodes that are not next to the region.
+
+    A loop may read what a view next to the region shows.
+    """
+    used = {*(name for name, _ in plan.members), *plan.saved}
+    for loop in plan.loops:
+        used.update(loop.members, (item.node for item in loop.inputs))
+    if not used <= names.keys():
+        return None
+    return dataclasses.replace(renamed(plan, lambda name: names.get(name, name)), source=source)
+
+
+def planners_of(
+    joint: JointGraph, regions: Iterable[Region], options: Options
+) -> dict[Region, RegionPlanner]:
+    """A planner for each region: regions that are alike are planned once."""
+    originals = Originals(joint)
+    planners: dict[Region, RegionPlanner] = {}
+    for region in regions:
+        original, names = originals.of(region) or (None, None)
+        of_original = planners[original] if original is not None else None
+        planners[region] = RegionPlanner(joint, region, options, of_original, names)
+    return planners
 
 
 # ---- extra time of the free plan ---------------------------------------------------------------

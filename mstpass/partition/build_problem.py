@@ -8,7 +8,9 @@ tangent are the problem's backward, all others its forward values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -40,6 +42,8 @@ from mstpass.torch_internals.graphs import is_opaque
 
 LEAST_OFFLOADED_BYTES = 2**20
 
+Copies = Mapping[fx.Node, tuple[fx.Node, Mapping[str, str]]]
+
 
 def cut_problem(
     joint: JointGraph,
@@ -47,17 +51,19 @@ def cut_problem(
     scatters_delayed: bool = False,
     host: Host | None = None,
     repeats_collectives: bool = False,
+    copies: Copies = MappingProxyType({}),
 ) -> CutProblem:
     """The partition problem of one joint graph.
 
     Args:
         regions: the modes in which each region can run.
+        copies: nodes that are equal to others but for names (loops/mode_costs.py).
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
         host: the host memory that saved values may use.
         repeats_collectives: backward may run collectives of the forward again.
     """
     repeats = repeats_collectives and joint.cached(sizes_agree)
-    values = _values(joint, joint.nodes, scatters_delayed, host is not None, repeats)
+    values = _Values(scatters_delayed, host is not None, repeats).of(joint, joint.nodes, copies)
     forward = tuple(value for n, value in values.items() if n not in joint.backward)
     backward = tuple(value for n, value in values.items() if n in joint.backward)
     written = (*joint.forward_outputs, *joint.forward_writes)
@@ -74,39 +80,46 @@ def cut_problem(
 
 def described(joint: JointGraph, nodes: Sequence[fx.Node], to_host: bool) -> list[Value]:
     """Some nodes as values; the problem of the others is known."""
-    return [*_values(joint, nodes, False, to_host, False).values()]
+    return [*_Values(False, to_host, False).of(joint, nodes).values()]
 
 
-def _values(
-    joint: JointGraph,
-    nodes: Sequence[fx.Node],
-    scatters_delayed: bool,
-    to_host: bool,
-    repeats_collectives: bool,
-) -> dict[fx.Node, Value]:
+@dataclasses.dataclass(frozen=True)
+class _Values:
     """The values of the forward, and those of the backward.
 
-    Args:
+    Attributes:
         to_host: saved values may cross by way of the host.
         repeats_collectives: backward may run collectives of the forward again.
     """
-    # The caller holds what forward returns to it; what backward returns is not read by an op.
-    held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-    names = {n.name for n in joint.nodes if n.op in ("placeholder", "call_function")}
-    policies = policies_of(joint)
-    return {
-        n: _value(
-            joint,
-            n,
-            names,
-            policies,
-            scatters_delayed,
-            stays=not to_host or n in held,
-            may_repeat=repeats_collectives and may_repeat(n),
-        )
-        for n in nodes
-        if n.name in names
-    }
+
+    scatters_delayed: bool
+    to_host: bool
+    repeats_collectives: bool
+
+    def of(
+        self, joint: JointGraph, nodes: Sequence[fx.Node], copies: Copies = MappingProxyType({})
+    ) -> dict[fx.Node, Value]:
+        # The caller holds what forward returns to it; what backward returns is not read by an op.
+        held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
+        every = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+        names, policies = {n.name for n in every}, policies_of(joint)
+        stays = held if self.to_host else set(every)
+        repeated = set(filter(may_repeat, nodes)) if self.repeats_collectives else set()
+        copies = {n: copy for n, copy in copies.items() if copy[0] not in copies}
+        described = [n for n in nodes if n.op in ("placeholder", "call_function")]
+        known = {
+            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays, n in repeated)
+            for n in described
+            if n not in copies
+        }
+
+        def value(node: fx.Node) -> Value:
+            if node in known:
+                return known[node]
+            original, new = copies[node]
+            return known[original].renamed(lambda name: new.get(name, name), name=node.name)
+
+        return {n: value(n) for n in described}
 
 
 def _value(

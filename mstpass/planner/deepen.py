@@ -23,17 +23,13 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
 
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import LOOP, CutProblem, RegionModes, Value, is_loop
+from mstpass.problem.problem import CutProblem, RegionModes, Value, renamed
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
-_WORDS = ("chunks", "kind", "narrow")  # fields of modes and loops whose text names no node
-
-T = TypeVar("T")
 
 
 class NoShallowCopy(Exception):
@@ -264,19 +260,3 @@ class _Layers:
 
 def _copy(name: str, number: int) -> str:
     return f"{name}@{number}"
-
-
-def renamed(record: T, name_of: _NameOf, is_name: bool = False) -> T:
-    """The modes of a region, or a part of them, with other names of nodes."""
-    found: Any = record
-    if isinstance(record, str) and record and is_name:
-        prefix = LOOP if is_loop(record) else ""
-        found = prefix + name_of(record.removeprefix(prefix))
-    elif type(found) in (tuple, frozenset):
-        found = type(found)([renamed(item, name_of, is_name) for item in found])
-    elif dataclasses.is_dataclass(record):
-        fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        own = {name: renamed(value, name_of, name not in _WORDS) for name, value in fields.items()}
-        found = dataclasses.replace(found, **own)
-    result: T = found
-    return result

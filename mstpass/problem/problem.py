@@ -355,6 +355,26 @@ def value_name(node: str) -> str:
     return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
 
 
+_WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node
+_WORDS |= {"mode", "narrow", "note", "phase", "source"}
+
+
+def renamed(record: T, name_of: Callable[[str], str], is_name: bool = False) -> T:
+    """A record of regions or loops that is equal but for the names of nodes."""
+    found: Any = record
+    if isinstance(record, str) and record and is_name:
+        prefix = LOOP if is_loop(record) else ""
+        found = prefix + name_of(record.removeprefix(prefix))
+    elif type(found) in (tuple, frozenset):
+        found = type(found)([renamed(item, name_of, is_name) for item in found])
+    elif dataclasses.is_dataclass(record):
+        fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+        own = {name: renamed(value, name_of, name not in _WORDS) for name, value in fields.items()}
+        found = dataclasses.replace(found, **own)
+    result: T = found
+    return result
+
+
 def with_needs(
     values: Iterable[Value], backward: Iterable[Value], gradients: Iterable[str]
 ) -> tuple[Value, ...]:
