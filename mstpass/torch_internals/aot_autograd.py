@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -34,7 +35,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.torch_internals.settings import merges_equal_nodes, no_rank_asked
+from mstpass.torch_internals.settings import merges_equal_nodes
 from mstpass.torch_internals.versions import find_or_none, has_release
 
 __all__ = ["min_cut_rematerialization_partition"]
@@ -98,7 +99,7 @@ def saved_by_torch(
 ) -> list[str]:
     """The names of what torch's partitioner would save, sizes and inputs of the step among it.
 
-    The graph is changed as that partitioner changes it, so give a copy.
+    The graph is changed as that partitioner changes it, so give a copy; equal nodes are merged.
 
     Args:
         static_inputs: the positions of inputs that stay at their addresses from step to step.
@@ -106,12 +107,48 @@ def saved_by_torch(
     Raises:
         Exception: the partitioner fails on this graph.
     """
-    with no_rank_asked():  # not every rank may come here
-        forward, _ = min_cut_rematerialization_partition(
+    try:
+        forward, _ = _choosing_alone()(
             gm, None, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static_inputs
         )
+    except _Chosen as chosen:
+        return chosen.names
+    # A backward that needs no tangent is left to another partitioner, which builds the graphs.
     outputs: Any = forward.graph.output_node().args[0]
     return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
+
+
+class _Chosen(Exception):
+    """torch's partitioner has chosen what to save."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(names)
+        self.names = names
+
+
+def _choosing_alone() -> Callable[..., Modules]:
+    """torch's partitioner up to its choice, with which it raises ``_Chosen``.
+
+    To build the two graphs takes longer than to choose. It is the same code with other globals, so
+    that a partition in another thread is not disturbed. It merges no nodes again, and asks no other
+    rank: not every rank may come here.
+    """
+
+    def chosen(_: Any, saved: list[fx.Node], *args: Any, **kwargs: Any) -> NoReturn:
+        opaque = kwargs.get("saved_opaque_nodes") or []
+        nodes = [*saved, *opaque, *(kwargs.get("saved_sym_nodes") or [])]
+        raise _Chosen([node.name for node in nodes])
+
+    function = min_cut_rematerialization_partition
+    replaced = {
+        "_extract_fwd_bwd_modules": chosen,
+        "_sync_decision_cross_ranks": lambda graph, saved, *args, **kwargs: saved,
+        "fx_graph_cse": lambda graph, *args, **kwargs: graph,
+    }
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **replaced})
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__defaults__ = function.__defaults__
+    return copy
 
 
 def is_write_of_backward(node: fx.Node) -> bool:

@@ -120,8 +120,6 @@ def without_padding() -> dict[str, Any]:
 
 # Forward and backward are compiled together: a backward that fails can be undone with its forward.
 backward_compiled_at_once = _patch(functorch_config, force_non_lazy_backward_lowering=True)
-# torch's partitioner chooses what to save for this rank alone.
-no_rank_asked = _patch(functorch_config, _sync_decision_cross_ranks=False)
 # A size that has had two values stays a number.
 static_sizes = _patch(dynamo_config, automatic_dynamic_shapes=False)
 # Workers would be started where torch sees a GPU.
