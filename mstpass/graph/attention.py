@@ -48,11 +48,13 @@ OTHER_KERNEL = OWN_LOOPS("no attention of a chunk of queries gives what this ker
 
 
 class Held(NamedTuple):
-    """The dims of heads and of rows in an operand or a result of attention; None: it has none."""
+    """The dims of heads, of rows and of the batch in an operand or a result of attention; None: it
+    has none."""
 
     heads: int | None
     rows: int | None
     is_sum: bool = False  # over the rows
+    batch: int | None = 0
 
 
 _OF_ALL = -1  # the dim of heads that an op has in most values (Attention.heads_dim)
@@ -62,7 +64,7 @@ _OPERANDS = {  # masks count their dims from the last one
     **dict.fromkeys(("query", "out", "grad_out", "grad_out_"), _BY_QUERY),
     **dict.fromkeys(("key", "value"), _BY_KEY),
     "logsumexp": _LOG_SUMS,
-    **dict.fromkeys(_MASKS, Held(-3, -2)),
+    **dict.fromkeys(_MASKS, Held(-3, -2, batch=-4)),
 }
 _GRADIENTS = (_BY_QUERY, *[_BY_KEY._replace(is_sum=True)] * 2, _BY_KEY)  # the last: of the mask
 _RESULTS = {False: (_BY_QUERY, _LOG_SUMS, _BY_KEY), True: _GRADIENTS}
@@ -131,7 +133,11 @@ def operands_of(node: fx.Node) -> dict[fx.Node, Held]:
         operands = flex_attention.operands_with_heads(node), flex_attention.masks_by_head(node)
         return dict.fromkeys((n for each in operands for n in each), Held(heads_dim(node), None))
     return {
-        operand: Held(_dim(node, operand, held.heads), _dim(node, operand, held.rows))
+        operand: Held(
+            _dim(node, operand, held.heads),
+            _dim(node, operand, held.rows),
+            batch=_dim(node, operand, held.batch),
+        )
         for name, held in _OPERANDS.items()
         for operand in _tensors(node, (name,))
     }

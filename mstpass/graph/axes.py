@@ -1,4 +1,5 @@
-"""The axis along which a loop's chunks cut values: tokens, heads, rows of queries, or features.
+"""The axis along which a loop cuts values: tokens, heads, rows of queries, features, or rows of the
+batch.
 
 Terms:
     *spec*: where a value holds what the axis runs over: its token dims (tokens.py), or its
@@ -29,6 +30,7 @@ from mstpass.graph.attention import (
     operand_rows,
     result_of,
 )
+from mstpass.graph.batch_axis import BatchAxis
 from mstpass.graph.heads import HeadAxis, Rows
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import Size
@@ -36,7 +38,8 @@ from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, Reduced, Refusal, Spec, chunk_shape
 
 TOKENS, HEADS, QUERIES, FEATURES = "tokens", "heads", "queries", "features"
-ALONG_A_DIM = (HEADS, FEATURES)  # each value holds them in one dim (heads.HeadDim)
+BATCH = "batch"
+ALONG_A_DIM = (HEADS, FEATURES, BATCH)  # each value holds them in one dim (heads.HeadDim)
 
 
 class TokenAxis:
@@ -138,5 +141,5 @@ QUERY_AXIS = QueryAxis()
 def axis_of(name: str, count: int) -> Axis:
     """The axis of a plan, along which it has ``count`` tokens, heads or queries."""
     if name in ALONG_A_DIM:
-        return HeadAxis(count)
+        return BatchAxis(count) if name == BATCH else HeadAxis(count)
     return QUERY_AXIS if name == QUERIES else TOKEN_AXIS

@@ -43,6 +43,7 @@ from mstpass.graph import flex_attention, ops
 from mstpass.graph.advice import ALIKE_HEADS, DIVIDING_HEADS, HEADS_APART, NO_TRAINED_SCORES
 from mstpass.graph.attention import (
     DROPOUT,
+    Held,
     heads_dim,
     held_by_item,
     is_attention,
@@ -126,7 +127,7 @@ class HeadAxis:
             return ops.operand_specs(node, spec)
         held = HeadDim(*spec)
         if is_attention(node):
-            return self._attention_operands(node)
+            return self.attention_operands(node)
         if is_attention_item(node):
             return self._item_source(node)
         if ops.is_reshape(node):
@@ -149,7 +150,15 @@ class HeadAxis:
         return _with_inner(ops.sum_operands(node, operand, (held.dim,)), held)
 
     # ---- attention -----------------------------------------------------------------------------
-    def _attention_operands(self, node: fx.Node) -> OperandSpecs | Refusal:
+    def dim_of(self, held: Held) -> int | None:
+        """The dim of an operand or a result of attention that holds heads; None if none does."""
+        return held.heads
+
+    def dim_in(self, attention: fx.Node) -> int:
+        """That of the result of an attention, or of the gradient of its queries."""
+        return heads_dim(attention)
+
+    def attention_operands(self, node: fx.Node) -> OperandSpecs | Refusal:
         if flex_attention.is_flex(node):
             if flex_attention.depends_on_head(node):
                 return Refusal(OTHER_SCORES)
@@ -159,35 +168,35 @@ class HeadAxis:
             return Refusal(DROPOUT)
         needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
         for operand, held in operands_of(node).items():
-            size = 1 if held.heads is None else shape_of(operand)[held.heads]
-            if held.heads is None or size == 1:  # the key-value head of all queries
+            dim = self.dim_of(held)
+            if dim is None or shape_of(operand)[dim] == 1:  # the key-value head of all queries
                 continue
-            if size % self.num_heads:
+            if shape_of(operand)[dim] % self.num_heads:
                 return Refusal(FEW_KEYS)
-            needs[operand] = HeadDim(held.heads, size // self.num_heads)
+            needs[operand] = self._heads_in(operand, dim)
         return needs
 
     def _attention_result(
         self, node: fx.Node, operand: fx.Node, held: HeadDim
     ) -> HeadDim | Refusal:
-        needs = self._attention_operands(node)
+        needs = self.attention_operands(node)
         if isinstance(needs, Refusal):
             return needs
         if needs[operand] != held:
             return Refusal(HEADS_APART("attention needs its heads in another dim"))
-        return self._heads_in(node, heads_dim(node))
+        return self._heads_in(node, self.dim_in(node))
 
     def _item(self, item: fx.Node) -> HeadDim | Reduced | Refusal:
         held = held_by_item(item)
-        if held is None or held.heads is None:
+        if held is None or (dim := self.dim_of(held)) is None:
             return Refusal(STATE)
-        return SUM if shape_of(item)[held.heads] == 1 else self._heads_in(item, held.heads)
+        return SUM if shape_of(item)[dim] == 1 else self._heads_in(item, dim)
 
     def _item_source(self, item: fx.Node) -> OperandSpecs | Refusal:
         (source,) = item.all_input_nodes
         if held_by_item(item) is None:
             return Refusal(STATE)
-        return {source: self._heads_in(source, heads_dim(source))}
+        return {source: self._heads_in(source, self.dim_in(source))}
 
     def _heads_in(self, node: fx.Node, dim: int) -> HeadDim:
         return HeadDim(dim, shape_of(node)[dim] // self.num_heads)
@@ -228,7 +237,7 @@ class HeadAxis:
             dim: int | None = spec[0]
             if is_attention(node):
                 held = result_of(node, position)
-                dim = None if held is None else held.heads
+                dim = None if held is None else self.dim_of(held)
             if dim is not None and shape[dim] != 1:  # of a single key-value head
                 shape[dim] = shape[dim] // self.num_heads * length
         return shapes

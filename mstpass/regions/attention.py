@@ -33,13 +33,13 @@ from mstpass.graph import ops
 from mstpass.graph.advice import NEEDS_ALL, SEPARATE_DIMS
 from mstpass.graph.attention import heads_dim, is_attention
 from mstpass.graph.axes import HEADS
-from mstpass.graph.heads import HeadDim
+from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import found_regions
-from mstpass.regions.head_growth import HeadGrowth, RoundTrip
+from mstpass.regions.head_growth import HeadGrowth, around
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def detect_attention(
         nonlocal before
         _check_types(node)
         before = growth = _best_growth(joint, seeds[node], known, before)
-        region = _region(growth, node)
+        region = region_of_heads(growth, node)
         known.update(member for member in growth.specs if not ops.is_constant(member))
         return region
 
@@ -114,24 +114,13 @@ def _best_growth(
 def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
     """The region around a seed, in which ``num_heads`` heads are told apart.
 
-    Where a path leaves the region and comes back, the members on its one side are left out: the
-    region begins after a norm over all heads, and ends before the attention of another layer that
-    adds the same bias to its scores.
-
     Raises:
         CannotTake: there is no such region.
     """
-    left_out: dict[fx.Node, str] = {}
-    while True:
-        growth = HeadGrowth(joint, num_heads, taken, left_out)
-        try:
-            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
-        except RoundTrip as trip:
-            if seed.node in trip.cut:
-                raise
-            left_out.update(dict.fromkeys(trip.cut, trip.reason))
-        else:
-            return growth
+    held = HeadDim(seed.held.dim, seed.num_heads // num_heads)
+    return around(
+        seed.node, held, lambda left_out: HeadGrowth(joint, HeadAxis(num_heads), taken, left_out)
+    )
 
 
 def _size(growth: HeadGrowth) -> tuple[int, int]:
@@ -144,7 +133,12 @@ def _crossing_bytes(growth: HeadGrowth) -> int:
     return sum(map(nbytes, computed | set(growth.leaving())))
 
 
-def _region(growth: HeadGrowth, seed: fx.Node) -> Region:
+def region_of_heads(growth: HeadGrowth, seed: fx.Node, axis: str = HEADS) -> Region:
+    """What has grown, as plain data.
+
+    Raises:
+        CannotTake: a loop cannot take what crosses the boundary.
+    """
     outputs = growth.leaving()
     _check_operands(growth, outputs)
     return Region(
@@ -154,7 +148,7 @@ def _region(growth: HeadGrowth, seed: fx.Node) -> Region:
         width=numel(seed) // growth.num_heads,
         fused=False,
         unit=None,
-        axis=HEADS,
+        axis=axis,
         **growth.plain(outputs),
     )
 
