@@ -41,7 +41,6 @@ _ALLOWED = {
     ("bench/training.py", "load"),  # its own checkpoint, with weights_only=True
     ("cli/load_function.py", "exec_module"),  # the file that the user names to run
     ("fuzz/program.py", "exec"),  # the source of a case, which the fuzzer has written
-    ("integrations/after_import.py", "exec_module"),  # an import that somebody else has begun
     ("report/report.py", "dumps"),  # https://pytorch.org/memory_viz reads pickles of plain data
 }
 _RUN = {"eval", "exec", "exec_module", "compile", "run_path", "run_module", "literal_eval"}
