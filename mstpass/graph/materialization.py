@@ -23,7 +23,7 @@ def _written(x: Tensor) -> Tensor:
     ``clone`` leaves out the gaps of a slice. Loops read a value by its strides. Of a dim that is
     expanded each element is copied once.
     """
-    copy = result = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+    copy = result = _allocated(x)
     for dim, (size, stride) in enumerate(zip(x.size(), x.stride(), strict=True)):
         if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 0):
             copy, x = copy.narrow(dim, 0, 1), x.narrow(dim, 0, 1)
@@ -31,7 +31,11 @@ def _written(x: Tensor) -> Tensor:
     return result
 
 
-REALIZE = own_op("realize(Tensor x) -> Tensor", _written, _written)
+def _allocated(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+
+REALIZE = own_op("realize(Tensor x) -> Tensor", _written, _allocated)
 
 
 def materialize(value: fx.Node) -> fx.Node:
