@@ -17,6 +17,7 @@ class LoopCode:
         kernels: the Triton kernels that it launches.
         cpp_kernels: the C++ kernels that it calls.
         calls: the operators and library functions that it calls.
+        sums: those of them that add a product to that of the chunks before.
         syncs: values that it reads from a device, so that the host waits.
         device_guards: how often it makes a device the current one.
         temporaries: shape and dtype of each buffer that it allocates on the device; a size that is
@@ -27,6 +28,7 @@ class LoopCode:
     kernels: tuple[str, ...]
     cpp_kernels: tuple[str, ...]
     calls: tuple[str, ...]
+    sums: int
     syncs: tuple[str, ...]
     device_guards: int
     temporaries: tuple[tuple[tuple[int | None, ...], str], ...]
@@ -120,6 +122,10 @@ def _loop(function: ast.FunctionDef, code: str) -> LoopCode:
         kernels=tuple(n.removesuffix(".run") for n in names if n.endswith(".run")),
         cpp_kernels=tuple(n for n in names if n.startswith("cpp_")),
         calls=tuple(n for n in names if n.startswith(("extern_kernels.", "torch.ops."))),
+        sums=sum(
+            name.endswith("add_product_.default") and ast.unparse(call.args[3]) != "0"
+            for name, call in zip(names, calls, strict=True)
+        ),
         syncs=tuple(name for name in read if name not in on_cpu),
         device_guards=sum(name.endswith("_DeviceGuard") for name in names),
         temporaries=tuple(
