@@ -17,12 +17,10 @@ from mstpass.graph.tokens import Refusal
 from mstpass.normalize.for_heads import bias_after_product, products_by_section
 from mstpass.plans import LoopPlan
 from mstpass.regions.attention import detect_attention
-from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.attention_models import HEADS, WIDTH, Form, Layer
 from tests.checks import joint_graph
-from tests.head_loops import check_loops
+from tests.head_loops import check_loops, skip_without_float64_attention
 
-aten = torch.ops.aten
 FULL = pytest.mark.full
 TOKENS = (2, 16)
 
@@ -31,11 +29,7 @@ TOKENS = (2, 16)
 @pytest.fixture(autouse=True)
 def _float64_attention() -> None:
     """These tests run in float64."""
-    with FakeTensorMode():
-        q = torch.empty(1, 2, 16, 8, dtype=torch.float64)
-        logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[1]
-    if logsumexp.dtype != torch.float64:
-        pytest.skip("torch 2.11 says that the logarithms of float64 attention are float32")
+    skip_without_float64_attention()
 
 
 def traced(form: Form, cross: bool = False) -> JointGraph:
@@ -60,7 +54,7 @@ def test_sections_of_each_layer_are_divided_with_their_own_gradients() -> None:
     joint = JointGraph(*joint_graph(lambda x: layers(x).square().mean(), x))
     divided, _ = products_by_section(joint)
     assert not any("split" in str(node.target) for node in divided.nodes)
-    last, first = [node for node in divided.nodes if node.target is aten.cat.default]
+    last, first = [node for node in divided.nodes if node.target is torch.ops.aten.cat.default]
     between = divided.nodes[divided.index[last] : divided.index[first]]
     assert any(ops.is_matmul(node) and node.name in joint.by_name for node in between)
 

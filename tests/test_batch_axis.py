@@ -13,9 +13,8 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.ops import base_of, is_constant
 from mstpass.plans import Region
 from mstpass.regions.batch import detect_batch
-from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.checks import joint_graph
-from tests.head_loops import check_loops
+from tests.head_loops import check_loops, skip_without_float64_attention
 
 BATCH_ROWS, TOKENS, WIDTH, HEADS = 4, 32, 16, 2
 
@@ -24,11 +23,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _float64_attention() -> None:
-    with FakeTensorMode():
-        q = torch.empty(1, 2, 16, 8, dtype=torch.float64)
-        logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[1]
-    if logsumexp.dtype != torch.float64:
-        pytest.skip("torch 2.11 says that the logarithms of float64 attention are float32")
+    skip_without_float64_attention()
 
 
 class Block(nn.Module):

@@ -40,6 +40,7 @@ HOSTILE = "<script>hacked=1</script>\"'\\<b>&#x1b[2J\x1b[2J\u202e\ud800"
 _ALLOWED = {
     ("bench/training.py", "load"),  # its own checkpoint, with weights_only=True
     ("cli/load_function.py", "exec_module"),  # the file that the user names to run
+    ("integrations/after_import.py", "exec_module"),  # an import that somebody else has begun
     ("fuzz/program.py", "exec"),  # the source of a case, which the fuzzer has written
     ("report/report.py", "dumps"),  # https://pytorch.org/memory_viz reads pickles of plain data
 }

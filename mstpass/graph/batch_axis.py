@@ -48,6 +48,6 @@ class BatchAxis(HeadAxis):
 
 def _of_rows(found: T | Refusal) -> T | Refusal:
     """The same; a reason that speaks of heads does so of rows of the batch."""
-    if not isinstance(found, Refusal):
+    if not isinstance(found, Refusal) or "heads" not in found.reason:
         return found
     return Refusal(ROWWISE(found.reason.replace("heads", "rows of the batch")))

@@ -36,7 +36,7 @@ def after_import(name: str, function: Function) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that are waited for, by the other finders."""
+    """Finds the modules that are waited for, by the other finders, and changes their loader."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Function] = {}
@@ -53,20 +53,29 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._asking.discard(name)
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader, name)
+            spec.loader = _Loader(spec.loader)
         return spec
 
-    def _follow(self, loader: Any, name: str) -> None:
-        """Call the function that waits for a module behind its loader, which is of it alone."""
-        own = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # as if nobody had waited
-            own(module)
-            if function := self.waiting.pop(name, None):
-                function(module)
+class _Loader(importlib.abc.Loader):
+    """A module's own loader; the function that waits for the module is called behind it."""
 
-        loader.exec_module = exec_module
+    def __init__(self, own: importlib.abc.Loader):
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None, "an imported module has a spec"
+        module.__spec__.loader = module.__loader__ = self._own  # as if nobody had waited
+        self._own.exec_module(module)
+        function = _FINDER.waiting.pop(module.__name__, None)
+        if function is not None:
+            function(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 _FINDER = _Finder()
