@@ -17,14 +17,8 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 Sizes = dict[str, Any]
 
-_DEPTH = {
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-}
+_DEPTH = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+_DEPTH |= {"encoder_layers", "decoder_layers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +330,6 @@ def _encoder_decoders(scale: Scale) -> dict[str, Architecture]:
     }
     bart = _sizes(scale, **names, use_cache=False, **TOKENS)
     bart |= {
-        "use_cache": False,
         "decoder_layers": scale.layers,
         "decoder_attention_heads": scale.heads,
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), mlp),
