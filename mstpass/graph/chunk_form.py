@@ -98,6 +98,7 @@ def add_chunk(
     chunk_tokens: Size,
     operand_chunk: OperandChunk,
     sizes: SizeNodes,
+    axis: Axis = TOKEN_AXIS,
 ) -> fx.Node:
     """Add the node that computes one chunk of ``node`` to the builder's graph, and check it.
 
@@ -113,10 +114,9 @@ def add_chunk(
     def written(size: Any) -> Any:
         return sizes.arguments([size])[0] if isinstance(size, torch.SymInt) else size
 
-    target, args, kwargs = chunk_call(
-        node, spec, chunk_tokens, operand_chunk, written(chunk_tokens)
-    )
+    rows = written(chunk_tokens) if axis is TOKEN_AXIS else None
+    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand_chunk, rows, axis)
     args, kwargs = fx.node.map_aggregate((args, kwargs), written)
     built = builder.call(target, *args, **kwargs)
-    check_chunk(node, spec, chunk_tokens, built)
+    check_chunk(node, spec, chunk_tokens, built, axis)
     return built
