@@ -17,8 +17,8 @@ selections_as_rows     a selection by a mask, or by several indices, has the num
 move_slices            a slice or a selection of tokens moves from the result of a matmul to its
                        operand
 join_windows           windows of a wide value are worked on together, on all tokens; and so are
-                       products of windows of a narrow one
-sink_slices            a slice over tokens moves from a wide value to an argmax or an entropy of it
+                       products of windows of a narrow one; so a slice for an accuracy moves
+                       from the logits to their argmax
 expand_to_tokens       an operand with one row per sequence gets one row per token
 scattered_gradients_as_choices  a scatter of few elements per row becomes choices
 gathers_as_sums        a gather of one token for each feature becomes a sum over tokens
@@ -67,7 +67,6 @@ from mstpass.normalize.plain_values import (
     scattered_constants,
     sizes_from_inputs,
 )
-from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sums_over_tokens import (
     local_sums,
     means_as_sums,
@@ -113,7 +112,6 @@ TOKENS = (  # where a region needs one
     _pass(items_as_slices),
     JOIN_PRODUCTS,
     _pass(join_windows),
-    _pass(sink_slices),
     _pass(expand_to_tokens),
     _pass(scattered_gradients_as_choices),
     _pass(gathers_as_sums),
