@@ -87,9 +87,11 @@ _LEAST_SPLIT_DEPTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class GpuCosts:
-    """The estimated costs of one kind of GPU.
+    """The estimated costs of one kind of GPU. Those of other devices answer the same questions.
 
     Attributes:
+        tolerable: the limit of a loop's products, relative to those in one piece.
+        grain: lengths of chunks are multiples of it.
         tf32: float32 products are rounded to TF32.
         attainable: the rate of large products, as a part of the peak.
         bandwidth: the same of large kernels that move memory.
@@ -135,6 +137,7 @@ class GpuCosts:
         return KERNEL_US + max(inside_us, between_us) / LINK
 
     def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
+        """The time of other ops: by what they compute and move once they are fused (traffic.py)."""
         return self.memory_us(moved_bytes)
 
     def memory_us(self, num_bytes: float) -> float:
