@@ -31,7 +31,7 @@ from mstpass.detect_stage import Detected, detect
 from mstpass.fewer_loops import with_loops_in_bounds
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.narrow_offsets import narrow_calls
-from mstpass.graph.view_storages import share_storages
+from mstpass.graph.renew_values import share_storages
 from mstpass.limit import Limit, simulated_limit
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_ops import StepMemory

@@ -15,7 +15,7 @@ from mstpass.gpus import GPUS, gpu
 from mstpass.graph.device_costs import _CPU, GOOD, Costs, _cpu_costs
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.products import product_of
+from mstpass.graph.loop_work import product_of
 from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.chunk_length import _equal_chunks, _rows
 from mstpass.options import Options

@@ -41,10 +41,8 @@ from typing import ClassVar
 import torch
 
 from mstpass.gpus import TF32, Gpu
-from mstpass.graph.attention_work import AttentionWork
-from mstpass.graph.exchange_work import ExchangeWork
-from mstpass.graph.loop_work import LoopWork
-from mstpass.graph.products import Product
+from mstpass.graph.attention_work import AttentionWork, ExchangeWork
+from mstpass.graph.loop_work import LoopWork, Product
 
 ATTAINABLE = 0.8  # of the peak rate, by large products; measured: 787 of 989 TFLOP/s
 BANDWIDTH = 0.81  # of the peak, by large kernels; measured: a copy, 2 * 1953 of 4800 GB/s

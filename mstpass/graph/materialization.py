@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from mstpass.graph.builder import fake_mode_of
-from mstpass.graph.node_copies import copy_name
+from mstpass.graph.node_meta import copy_name
 from mstpass.graph.own_ops import own_op
 from mstpass.torch_internals.inductor import write_to_memory
 

@@ -25,8 +25,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention, is_attention_item, is_product
 from mstpass.graph.axes import QUERIES, TOKENS
-from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import nbytes, numel, value_of
+from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.operand_layout import is_copied

@@ -22,13 +22,12 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import OUR_BUDGET
-from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.collectives import is_between_two_ranks
 from mstpass.graph.flex_attention import is_flex, is_flex_subgraph
 from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.recompute_rules import draws_random_numbers, has_effect
+from mstpass.graph.recompute_rules import draws_random_numbers, has_effect, policies_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch

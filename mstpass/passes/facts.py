@@ -18,8 +18,7 @@ from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import order_of_copy
-from mstpass.passes.loops import body_differences
-from mstpass.passes.values import difference, layout_difference, signature
+from mstpass.passes.values import body_differences, difference, layout_difference, signature
 from mstpass.walk import walk
 
 aten = torch.ops.aten

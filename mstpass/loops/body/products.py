@@ -37,7 +37,7 @@ from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.buffer_ops import is_product, parts_in_place
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel
-from mstpass.graph.products import joined, product_of
+from mstpass.graph.loop_work import joined, product_of
 from mstpass.graph.recompute_rules import compared
 from mstpass.graph.tokens import Spec
 from mstpass.plans import LoopPlan
