@@ -7,7 +7,7 @@ tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 attention.py                  what attention's operands and results hold: heads, rows of queries
 heads.py, axes.py             dims of heads; the axes along which loops cut values
 sizes.py                      symbolic sizes
-loop_work.py, attention_work.py, traffic.py    products and loops, attention and collectives, traffic
+loop_work.py, attention_work.py, traffic.py    products and loops, attention, collectives, traffic
 node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py            what backward may recompute: by op, by the user

@@ -8,7 +8,8 @@ blocks of queries in the forward, and a run of whole heads in the backward. So t
 - in the forward, where they share a causal head: its last queries see the most keys
 - in the backward, where the heads are fewer than the threads, or no multiple of them
 
-So is what a rank sends in a collective. Of R ranks, each sends of its operand x or of its result y, by the algorithm that sends the least::
+So is what a rank sends in a collective. Of R ranks, each sends of its operand x or of its result y,
+by the algorithm that sends the least::
 
     all-to-all       x (R - 1) / R, an equal part to each of the others
     all-gather       y (R - 1) / R
