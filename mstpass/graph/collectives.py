@@ -25,8 +25,9 @@ must be alike, sizes included.
 Sends and receives between two ranks are left to torch's partitioner.
 
 *Backward may run collectives again*, if something is the same on all ranks then. Ulysses exchanges
-queries, keys and values in every layer. If backward cannot exchange them again, each layer keeps what it received: most of a rank's memory. But a plan that repeats a collective
-must be the plan of all ranks, or they wait for each other for ever. So:
+queries, keys and values in every layer. If backward cannot exchange them again, each layer keeps
+what it received: most of a rank's memory. But a plan that repeats a collective must be the plan of
+all ranks, or they wait for each other for ever. So:
 
 - A plan repeats collectives only if all ranks compile the same graph and emit the same sequence of
   them (``Collectives.order``), which ranks tell each other after each compilation
