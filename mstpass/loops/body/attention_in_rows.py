@@ -38,7 +38,7 @@ def attend_chunk(
     needs = operand_rows(node, spec)
     assert not isinstance(needs, Refusal), "the needs is no refusal"
     inputs = [operand_chunk(n, needs[n]) for n in call.tensors]
-    how = (None, start, call.length, call.causal, -1, -1, call.scale)
+    how = (start, call.length, call.causal, call.scale)
     if is_backward(node):
         return builder.call(attend_rows_backward, *inputs, *how, overlaps)
     return builder.call(attend_rows, *inputs, *how, call.column)
