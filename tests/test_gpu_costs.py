@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mstpass.gpus import GPUS, gpu
 from mstpass.graph import gpu_costs
-from mstpass.graph.attention_work import AttentionWork
+from mstpass.graph.call_work import AttentionWork
 from mstpass.graph.device_costs import GOOD
 from mstpass.graph.gpu_costs import GRAIN, KERNEL_US, GpuCosts
 from mstpass.graph.loop_work import (

@@ -7,11 +7,11 @@ tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 attention.py                  what attention's operands and results hold: heads, rows of queries
 heads.py, axes.py             dims of heads; the axes along which loops cut values
 sizes.py                      symbolic sizes
-loop_work.py, attention_work.py, traffic.py    products and loops, attention, collectives, traffic
+loop_work.py, call_work.py    products and loops; attention, collectives, traffic
 node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py            what backward may recompute: by op, by the user
-loop_op.py, materialization.py   the two ops that the passes add to a graph
+loop_op.py, own_ops.py        the ops that the passes add to a graph
 source_location.py            the user's lines and modules
 node_meta.py, graph_text.py   names and metadata
 """

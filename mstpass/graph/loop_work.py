@@ -21,10 +21,10 @@ from mstpass.graph import ops
 from mstpass.graph.attention import is_attention
 from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.buffer_ops import summands
+from mstpass.graph.call_work import computed_bytes, moved_bytes
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.sizes import hint, hint_shape
 from mstpass.graph.tokens import Spec
-from mstpass.graph.traffic import computed_bytes, moved_bytes
 
 BATCH, ROWS, CONTRACTED, COLUMNS = "batch", "rows", "contracted", "columns"
 
@@ -191,8 +191,8 @@ class LoopWork:
 
     Attributes:
         products: the products whose sizes depend on the tokens.
-        computed_bytes: what a CPU moves while it computes all other ops (traffic.py).
-        moved_bytes: what all other ops read and write once they are fused (traffic.py).
+        computed_bytes: what a CPU moves while it computes all other ops (call_work.py).
+        moved_bytes: what all other ops read and write once they are fused (call_work.py).
         kernels: about how many kernels one chunk runs.
     """
 

@@ -34,7 +34,7 @@ from typing import ClassVar
 import torch
 
 from mstpass.gpus import Gpu
-from mstpass.graph.attention_work import AttentionWork, ExchangeWork
+from mstpass.graph.call_work import AttentionWork, ExchangeWork
 from mstpass.graph.gpu_costs import BANDWIDTH, GpuCosts
 from mstpass.graph.loop_work import LoopWork, Product
 

@@ -45,15 +45,12 @@ from collections.abc import Callable
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
-from mstpass.normalize.convolutions_as_products import NOTHING, LeftOut, convolutions_as_products
-from mstpass.normalize.few_per_row import gathers_as_sums, scattered_gradients_as_choices
 from mstpass.normalize.for_heads import (
     bias_after_product,
     gradients_in_parts,
     products_by_section,
     unused_random_state,
 )
-from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.indexing import index_by_token, items_as_slices, selections_as_rows
 from mstpass.normalize.join_windows import join_products, join_windows
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
@@ -67,10 +64,13 @@ from mstpass.normalize.plain_values import (
     scattered_constants,
     sizes_from_inputs,
 )
+from mstpass.normalize.products import NOTHING, LeftOut, convolutions_as_products, grouped_by_chunk
 from mstpass.normalize.sums_over_tokens import (
+    gathers_as_sums,
     local_sums,
     means_as_sums,
     row_sums_of_gradients,
+    scattered_gradients_as_choices,
     variances_as_sums,
 )
 from mstpass.normalize.unstack import unstack

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from mstpass.errors import UserError
-from mstpass.graph.attention_work import ExchangeWork
+from mstpass.graph.call_work import ExchangeWork
 from mstpass.graph.device_costs import Costs, costs_of, kind_of_gpu
 from mstpass.memory.allocation import BLOCK
 from mstpass.planner.compiled_rows import CompiledRows

@@ -63,14 +63,20 @@ from mstpass.graph.row_sums import (
 )
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.pointwise_values import (
     eliminate_common_subexpressions,
     materialize_row_values,
     rematerialize_at_readers,
 )
-from mstpass.loops.body.products import join_products, product_by_columns, products_by_columns
+from mstpass.loops.body.products import (
+    attend_chunk,
+    attention_in_rows,
+    join_products,
+    product_by_columns,
+    products_by_columns,
+)
+from mstpass.loops.operand_layout import is_literal
 from mstpass.loops.region_facts import LOW_PRECISION
 from mstpass.plans import FLOAT32, LoopPlan
 
@@ -92,14 +98,6 @@ def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.N
         return _Body(joint, loop, builder).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], REPORT(str(error))) from None
-
-
-def is_literal(node: fx.Node) -> bool:
-    """Whether the node is a number, which a body holds itself: an input would be one more load."""
-    if node.all_input_nodes:
-        return False
-    is_scalar = node.target is aten.full.default and not node.args[0]
-    return is_scalar or node.target is aten.scalar_tensor.default
 
 
 class _Body:

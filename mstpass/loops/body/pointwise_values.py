@@ -33,7 +33,7 @@ from mstpass.graph import ops
 from mstpass.graph.attention import is_product
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import numel, value_of
-from mstpass.graph.materialization import materialize
+from mstpass.graph.own_ops import materialize
 
 aten = torch.ops.aten
 _RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim)
