@@ -14,7 +14,6 @@ parts (parts.py), are to their axis what tokens are.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,45 +23,15 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, Axis
-from mstpass.graph.builder import Builder
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
-from mstpass.normalize.token_window import are_distinct
 from mstpass.walk import needed_first
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """The tokens that a slice or an index takes, as the graph writes them.
-
-    Attributes:
-        grid: the sizes of their token dims.
-        axis: the position in the grid of the dim along which they are taken.
-        bounds: those of a slice.
-        rows: the numbers of the tokens, if an index takes them.
-    """
-
-    grid: list[Size]
-    axis: int
-    bounds: list[Any]
-    rows: fx.Node | None = None
-
-    def take(self, builder: Builder, value: fx.Node, dim: int) -> fx.Node:
-        if self.rows is None:
-            return builder.call(aten.slice.Tensor, value, dim, *self.bounds)
-        return builder.call(aten.index.Tensor, value, [*[None] * dim, self.rows])
-
-    def put(self, builder: Builder, base: fx.Node, value: fx.Node, dim: int) -> fx.Node:
-        if self.rows is None:
-            return builder.call(aten.slice_scatter.default, base, value, dim, *self.bounds)
-        indices, adds = [*[None] * dim, self.rows], not are_distinct(self.rows)
-        return builder.call(aten.index_put.default, base, indices, value, adds)
 
 
 class Partial:
@@ -162,15 +131,6 @@ class Partial:
             CannotTake: these are not next to each other.
         """
         return self.sizes.reshaped(value, grid_shape(like, spec, grid))
-
-    def padded(
-        self, value: fx.Node, like: fx.Node, spec: Spec, chosen: Chosen, every: Sequence[Any]
-    ) -> fx.Node:
-        """The values of chosen tokens among zeros, on the grid of all tokens."""
-        shape = self.sizes.arguments(grid_shape(like, spec, every))
-        source = self.on_grid(value, like, spec, chosen.grid)
-        zeros = self.builder.filled(shape, 0, like.meta["val"])
-        return chosen.put(self.builder, zeros, source, spec[0] + chosen.axis)
 
     def window(self, value: fx.Node, dim: int, bounds: Sequence[Any], like: fx.Node) -> fx.Node:
         """A slice of a value, in the shape of ``like``, and without gaps where that has none."""
