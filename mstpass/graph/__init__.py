@@ -3,9 +3,9 @@
 joint.py, builder.py          a graph read, and a graph built node by node
 op_table.py, ops.py           what is known about each op: its row in op_rows/; token_rules/,
                               linearity.py: the rules that rows refer to
-tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
+tokens.py                     token dims
 attention.py                  what attention's operands and results hold: heads, rows of queries
-heads.py, axes.py             dims of heads; the axes along which loops cut values
+heads.py, axes.py             dims of heads; the axes of loops, and a node for one chunk
 sizes.py                      symbolic sizes
 loop_work.py, call_work.py    products and loops; attention, collectives, traffic
 node_cost.py                  operations and time of a node

@@ -22,8 +22,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import TOKEN_AXIS, Axis
-from mstpass.graph.chunk_form import add_chunk
+from mstpass.graph.axes import TOKEN_AXIS, Axis, add_chunk
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import Size, is_size, same_shape

@@ -37,10 +37,9 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import RowsCall, is_attention, is_backward, operand_rows, rows_call
 from mstpass.graph.attention_rows import attend_rows, attend_rows_backward
-from mstpass.graph.axes import ALONG_A_DIM
+from mstpass.graph.axes import ALONG_A_DIM, OperandChunk
 from mstpass.graph.buffer_ops import is_product, parts_in_place
 from mstpass.graph.builder import Builder
-from mstpass.graph.chunk_form import OperandChunk
 from mstpass.graph.joint import ancestors, numel
 from mstpass.graph.loop_work import joined, product_of
 from mstpass.graph.recompute_rules import compared
