@@ -41,17 +41,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
     ),
-    "normalize/unstack.py": dict.fromkeys(
-        [
-            "_Unstacker._computed",
-            "_Unstacker._new_part",
-            "_Unstacker._operand",
-            "_Unstacker._part",
-            "_Unstacker._part_of_other",
-            "_Unstacker._whole",
-        ],
-        "the wide values between a concatenation and what reads its parts",
-    ),
     "out_of_memory.py": dict.fromkeys(
         [
             "LeanerPlans._backward_failed",

@@ -88,7 +88,7 @@ class Value(Op):
         needed: an op of the backward reads it.
         forward: an output of the forward is computed from it. Other forward values only serve the
             backward.
-        tag: the user's checkpoint policy that binds the value (graph/checkpoint_policies.py), or
+        tag: the user's checkpoint policy that binds the value (graph/recompute_rules.py), or
             "". A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
             ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
         offload: whether the value may cross by way of the host: ``""`` (no), ``MAY_OFFLOAD``, or
