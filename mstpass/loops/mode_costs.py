@@ -31,7 +31,7 @@ from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.loops.plan_region import renamed_plan
-from mstpass.loops.write_loop import operands_of
+from mstpass.loops.write_loop import inputs_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
@@ -131,12 +131,13 @@ class _Loops:
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
-            needs=tuple(n.name for n in operands_of(self.joint, loop) if n.op != "get_attr"),
+            needs=tuple(n.name for n in inputs_of(self.joint, loop) if n.op != "get_attr"),
             results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
             inner_bytes=chunk_bytes + self._copied_bytes(loop),
             us=self._time_us(loop),
             narrow=narrow,
             in_rows=self._in_rows(loop),
+            prelude=(loop.unit, *loop.prelude) if loop.unit and loop.prelude else (),
         )
 
     def _in_rows(self, loop: LoopPlan) -> tuple[tuple[str, int], ...]:

@@ -154,6 +154,8 @@ class Loop:
     Attributes:
         members: the nodes that the loop computes chunk by chunk.
         needs: the nodes that the loop reads, whole or in slices.
+        prelude: the unit of a fused loop, which is 1 there, and nodes that are computed from it
+            before the loop (``at_one``). Empty where the loop needs none of these.
         results: the buffers that the loop returns.
         inner_bytes: memory that one chunk needs besides the results.
         us: time of all chunks, in microseconds.
@@ -170,6 +172,7 @@ class Loop:
     us: float
     narrow: tuple[str, ...] = ()
     in_rows: tuple[tuple[str, int], ...] = ()
+    prelude: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +344,11 @@ def is_loop(name: str) -> bool:
 def unfinished(name: str) -> str:
     """The name of the buffer that a loop returns for a node that is scaled or cast afterwards."""
     return f"{name}{UNFINISHED}"
+
+
+def at_one(name: str) -> str:
+    """The name of a node of a loop's prelude, as it is before the loop: with a unit of 1."""
+    return f"{name}:at_one"
 
 
 def node_name(name: str) -> str:
