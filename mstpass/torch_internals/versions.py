@@ -59,6 +59,10 @@ class LostLoopError(RuntimeError):
     """A loop that was planned is not in what torch compiled, or not where it must be."""
 
 
+class NotCountedError(ValueError):
+    """A graph has what is not counted: other subgraphs than loops, sizes that depend on data."""
+
+
 # ---- which version -----------------------------------------------------------------------------
 def installed() -> str:
     """The version of torch, such as ``2.13.0+cpu``."""
