@@ -99,13 +99,20 @@ class Architecture:
         import transformers
 
         own = {} if layers is None or not self.alike else dict.fromkeys(self._depth(), layers)
-        config = getattr(transformers, self.config)(**{**self.sizes, **own, **others})
-        _set_dropout(config, dropout)
+        config = self.configuration(dropout, **own, **others)
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, self.model)(config)
         if self.loss_type is not None:
             model.loss_type = self.loss_type  # type: ignore[assignment]
         return model.train()
+
+    def configuration(self, dropout: float = 0.0, **others: Any) -> Any:
+        """That of transformers; ``others`` as of `build`."""
+        import transformers
+
+        config = getattr(transformers, self.config)(**{**self.sizes, **others})
+        _set_dropout(config, dropout)
+        return config
 
     def _depth(self) -> set[str]:
         return _DEPTH & self.sizes.keys()
