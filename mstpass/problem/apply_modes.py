@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from mstpass.problem.names import at_one, node_name
 from mstpass.problem.op import CALL, CONSTANT, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
@@ -27,8 +28,6 @@ from mstpass.problem.problem import (
     Mode,
     Plan,
     Value,
-    at_one,
-    node_name,
     with_needs,
 )
 from mstpass.walk import walk_once
