@@ -116,10 +116,8 @@ class Architecture:
         scale = self.scale
         if self.images:
             edge, images = scale.image_edge, scale.images
-            return {
-                "pixel_values": torch.randn(images, 3, edge, edge),
-                "labels": torch.randint(0, 10, (images,)),
-            }
+            pixels = torch.randn(images, 3, edge, edge)
+            return {"pixel_values": pixels, "labels": torch.randint(0, 10, (images,))}
         length = min(scale.length, scale.longest_scan) if self.scan else scale.length
         batch = scale.batch * scale.length // length
         ids = torch.randint(3, scale.vocabulary, (batch, length))
