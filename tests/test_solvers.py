@@ -90,7 +90,7 @@ def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
     """Else loops over heads to choose from made plans slower than without them."""
 
     def mode(kind: str, node: str, wide: bool = False, chunks: str = "") -> Mode:
-        loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
+        loop = Loop(f"mst_loop_{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
         return Mode(kind, (loop,), wide, chunks)
 
     values = (

@@ -187,7 +187,7 @@ def test_a_large_head_on_an_h100_fits_beside_the_gradient_of_its_weight() -> Non
 # ---- the choice --------------------------------------------------------------------------------
 def _mode(chunks: str, sum_bytes: int, chunk_bytes: int, us: float) -> Mode:
     result = LoopResult("grad", sum_bytes, cast=sum_bytes == 200)  # of 100 bytes in 16 bits
-    loop = Loop("loop:grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us)
+    loop = Loop("mst_loop_grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us)
     return Mode(FUSED, (loop,), chunks=chunks)
 
 

@@ -64,8 +64,8 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
 MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
-LOOP = "loop:"  # prefix of a name: see loop_name()
-UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
+LOOP = "mst_loop_"  # prefix of a name: see loop_name()
+UNFINISHED = "_unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"  # kinds of modes
 WHOLE = "whole"  # the kind of the mode without loops
@@ -348,19 +348,12 @@ def unfinished(name: str) -> str:
 
 def at_one(name: str) -> str:
     """The name of a node of a loop's prelude, as it is before the loop: with a unit of 1."""
-    return f"{name}:at_one"
-
-
-def node_name(name: str) -> str:
-    """The name, in a graph with loops, of the node that a value is: an identifier."""
-    return name.replace(":", "_")
+    return f"{name}_at_one"
 
 
 def value_name(node: str) -> str:
     """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
-    node = node.removesuffix(node_name(UNFINISHED))
-    loop = node_name(LOOP)
-    return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
+    return node.removesuffix(UNFINISHED)
 
 
 _WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node
