@@ -26,8 +26,8 @@ from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.normalize.convolutions_as_products import LeftOut, convolutions_in_vain
 from mstpass.normalize.plain_values import as_copies
+from mstpass.normalize.products import LeftOut, convolutions_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem, host_memory
 from mstpass.partition.reconstruct import with_reconstruction

@@ -1,4 +1,4 @@
-"""The peak of a step that Inductor schedules alone, without kernels: nothing is compiled or run."""
+"""The peak of a step that Inductor schedules alone: code is written, none is compiled or run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from mstpass.graph.joint import tensors_of
 from mstpass.hook_checks import SCHEDULE_HOOK
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.inductor import compile_fx, compile_fx_inner
+from mstpass.torch_internals.inductor_schedule import around_code
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 
 class _Scheduled(Exception):
-    """The graph is scheduled, or the whole step: what comes after it makes kernels."""
+    """The code of the graph is written, or of the whole step: what comes after makes kernels."""
 
 
 def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
@@ -30,9 +31,14 @@ def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
     """
     reader, given = ReadSchedule(), set[StorageWeakRef]()
 
-    def schedule(nodes: list[Any]) -> Any:
-        reader(nodes)
+    def stop(_: Any, write: Callable[[], None]) -> None:
+        write()
         raise _Scheduled
+
+    def schedule(nodes: list[Any]) -> Any:
+        nodes = reader(nodes)
+        around_code(nodes, stop)
+        return nodes
 
     def schedule_only(module: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
         before = reader.graphs
@@ -78,7 +84,7 @@ def _count_storages_once(
     if reader.failed:
         return
     schedule = reader.schedules[-1]
-    freed_at = {name: i for i, call in enumerate(schedule.calls) for name in call.freed}
+    freed_at = {name: i for i, line in enumerate(schedule.lines) for name in line.freed}
     names = defaultdict(list)
     for name, storage in _inputs(backward):
         if name in schedule.freed_inputs:

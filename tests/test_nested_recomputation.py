@@ -12,7 +12,7 @@ from torch import fx, nn
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
-from mstpass.graph.node_copies import copy_name, original_name
+from mstpass.graph.node_meta import copy_name, original_name
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan

@@ -12,8 +12,8 @@ from mstpass import pipeline_stages
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.graph.builder import ADDED
 from mstpass.graph.joint import JointGraph, Modules
-from mstpass.graph.materialization import REALIZE
-from mstpass.graph.node_copies import original_name
+from mstpass.graph.node_meta import original_name
+from mstpass.graph.own_ops import REALIZE
 from mstpass.memory.op_kinds import kind_of
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_graph import simulate_step

@@ -37,20 +37,8 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
         "a sum of sums, which is as deep as one loss is written",
     ),
     "linter/graph_findings.py": dict.fromkeys(["_hashable"], "nested arguments"),
-    "memory/scheduled_peak.py": dict.fromkeys(["_peak_and_left"], "loops in loops"),
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
-    ),
-    "normalize/unstack.py": dict.fromkeys(
-        [
-            "_Unstacker._computed",
-            "_Unstacker._new_part",
-            "_Unstacker._operand",
-            "_Unstacker._part",
-            "_Unstacker._part_of_other",
-            "_Unstacker._whole",
-        ],
-        "the wide values between a concatenation and what reads its parts",
     ),
     "out_of_memory.py": dict.fromkeys(
         [

@@ -17,16 +17,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mstpass.graph.attention_work import attention_work
 from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.call_work import attention_work, moved_bytes
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.host_copies import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic
-from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates

@@ -22,9 +22,9 @@ from mstpass.graph import ops
 from mstpass.graph.advice import AS_MUCH_MEMORY, EQUAL_TOKENS, FEWER_SUMS, Advice
 from mstpass.graph.alike import Alike
 from mstpass.graph.axes import FEATURES
-from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import total_flops
+from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.chunk_length import (
     FEW,

@@ -21,16 +21,16 @@ from mstpass.graph import ops
 from mstpass.graph.advice import REPORT
 from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
-from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import OVER, STACK, SUM, Kind, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
+from mstpass.graph.recompute_rules import policies_of, tag_of
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.build import build_body, is_literal
+from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
-from mstpass.loops.operand_layout import is_viewable
+from mstpass.loops.operand_layout import is_literal, is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED, at_one, loop_name, unfinished
 from mstpass.torch_internals.graphs import graph_module, rename

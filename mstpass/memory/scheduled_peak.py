@@ -1,25 +1,27 @@
 """The peak memory of a step as Inductor has scheduled it.
 
 Plans are simulated on graphs (memory/simulate_ops.py), which do not say what Inductor will fuse.
-Here the schedules of forward, backward and loop bodies, read after fusion
-(torch_internals/inductor_schedule.py), are summed up::
+Here the lines of the code that it has made of forward, backward and loop bodies
+(torch_internals/inductor_schedule.py) are summed up::
 
-    bytes(call)   = buffers alive + the largest workspace in it + peak of the loop body it runs
-    peak(graph)   = max of bytes(call)
+    bytes(line)   = buffers alive + the workspace of what it calls, or the peak of a loop's body
+    peak(graph)   = max of bytes(line)
     peak(step)    = max(peak(forward), peak(backward) + what the caller of the forward holds)
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mstpass.graph.loop_op import CONDITION
 from mstpass.memory.allocation import allocated_bytes, bytes_on_gpu
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
 from mstpass.torch_internals.inductor import CustomSchedulerPass, key_of
-from mstpass.torch_internals.versions import LostLoopError
+from mstpass.torch_internals.versions import LostLoopError, NotCountedError
 
 if TYPE_CHECKING:
     from mstpass.torch_internals.inductor_schedule import Schedule
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class ReadSchedule(CustomSchedulerPass):
-    """Inductor's pass after fusion; it keeps what it reads and changes nothing but the order.
+    """Inductor's pass after fusion; it keeps what it reads of each graph, and changes nothing.
 
     Attributes:
         failed: an error left a graph unread: nothing is known.
@@ -46,39 +48,40 @@ class ReadSchedule(CustomSchedulerPass):
         self.graphs += 1
         if self.users_pass is not None:
             nodes = self.users_pass(nodes)
-        try:
+        with self._told():
             # Imported here: a torch that lacks what the reader needs still compiles.
             from mstpass.torch_internals import inductor_schedule as reader
-            from mstpass.torch_internals.inductor_kernels import (
-                check_loops,
-                in_final_order,
-                is_for_cpu,
-            )
-        except Exception as error:
-            return self._failed(nodes, error, expected=False)
+
+            reader.around_code(nodes, functools.partial(self._read, reader))
+        return nodes
+
+    def _read(self, reader: Any, kernels: Sequence[Any], write: Callable[[], None]) -> None:
+        """Check the order of a graph's kernels, and read their code."""
+        with self._told():
+            reader.check_loops(kernels, CONDITION)
+        write()
+        allocated = allocated_bytes if reader.is_for_cpu() else bytes_on_gpu
+        with self._told():
+            self.schedules.append(reader.read_schedule(KNOWN, allocated))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """After an error nothing is known but the peak of the simulated plan."""
         try:
-            nodes = in_final_order(nodes)
-            check_loops(nodes, CONDITION)
-            allocated = allocated_bytes if is_for_cpu() else bytes_on_gpu
-            self.schedules.append(reader.read_schedule(nodes, KNOWN, allocated))
+            yield
         except LostLoopError:
             raise
         except Exception as error:
-            return self._failed(nodes, error, expected=isinstance(error, reader.NotCountedError))
-        return nodes
-
-    def _failed(self, nodes: list[Any], error: Exception, expected: bool) -> list[Any]:
-        """Nothing is known then but the peak of the simulated plan."""
-        if not (expected or self.failed):
-            log.warning(
-                "mstpass cannot read Inductor's schedule, so budgets are checked against simulated "
-                "peaks alone: %s: %s. `python -m mstpass.torch_internals` tells what has changed.",
-                type(error).__name__,
-                error,
-            )
-        log.debug("Inductor's schedule is not read: %s", error, exc_info=error)
-        self.failed = True
-        return nodes
+            if not (self.failed or isinstance(error, NotCountedError)):
+                log.warning(
+                    "mstpass cannot read Inductor's schedule, so budgets are checked against "
+                    "simulated peaks alone: %s: %s. `python -m mstpass.torch_internals` tells what "
+                    "has changed.",
+                    type(error).__name__,
+                    error,
+                )
+            log.debug("Inductor's schedule is not read: %s", error, exc_info=error)
+            self.failed = True
 
     def uuid(self) -> Any:
         return key_of(self.users_pass)
@@ -90,42 +93,44 @@ class ReadSchedule(CustomSchedulerPass):
         graphs = [s for s in self.schedules if not s.is_loop_body]
         if self.failed or len(graphs) != 2 - all(s.is_inference for s in graphs):
             return None
+        found: list[tuple[int, int]] = []
+        bodies: dict[str, int] = {}
         try:
-            *backwards, forward = (_peak_and_left(s, bodies) for s, bodies in self._with_bodies())
+            for schedule in self.schedules:
+                peak, left = _peak_and_left(schedule, bodies)
+                if schedule.is_loop_body:
+                    bodies[schedule.name] = peak
+                else:
+                    found.append((peak, left))
+                    bodies.clear()
         except KeyError as body:
             log.debug("the schedule of %s has not been read", body)
             return None
+        (forward, held_bytes), *backwards = found
         if not backwards:
-            return forward[0]
-        (backward,) = backwards
+            return forward
         inputs = graphs[1].freed_inputs
         saved_bytes = sum(inputs[name] for name in inputs if not name.startswith("tangents"))
-        held_bytes = max(0, forward[1] - saved_bytes)  # by the caller of the forward
-        return max(forward[0], backward[0] + held_bytes)
-
-    def _with_bodies(self) -> Iterator[tuple[Schedule, dict[str, Schedule]]]:
-        """The graphs, the last first, each with the loop bodies that were scheduled after it."""
-        bodies: dict[str, Schedule] = {}
-        for schedule in reversed(self.schedules):
-            if schedule.is_loop_body:
-                bodies[schedule.name] = schedule
-            else:
-                yield schedule, bodies
-                bodies = {}
+        # the caller of the forward holds the rest of what it leaves
+        return max(forward, backwards[0][0] + max(0, held_bytes - saved_bytes))
 
 
-def _peak_and_left(schedule: Schedule, bodies: Mapping[str, Schedule]) -> tuple[int, int]:
-    """The highest bytes while a graph runs, and the bytes that are alive when it is done."""
+def _peak_and_left(schedule: Schedule, bodies: Mapping[str, int]) -> tuple[int, int]:
+    """The highest bytes while a graph runs, and the bytes that are alive when it is done.
+
+    Args:
+        bodies: the peaks of the loop bodies that are in it.
+    """
     alive = dict(schedule.freed_inputs)
-    peak = 0
-    for call in schedule.calls:
-        alive |= call.allocated
-        for name in call.overwritten:
-            del alive[name]
-        inner = call.workspace_bytes + max(map(workspace_bytes, call.ops), default=0)
-        if call.loop_body:
-            inner += _peak_and_left(bodies[call.loop_body], bodies)[0]
-        peak = max(peak, sum(alive.values()) + inner)
-        for name in call.freed:
-            del alive[name]
-    return peak, sum(alive.values())
+    peak = now = sum(alive.values())
+    for line in schedule.lines:
+        if line.moved is not None:
+            new, old = line.moved
+            alive[new] = alive.pop(old, 0)
+        alive |= line.allocated
+        now += sum(line.allocated.values())
+        inner = bodies[line.loop_body] if line.loop_body else 0
+        inner += workspace_bytes(line.op) if line.op is not None else 0
+        peak = max(peak, now + inner)
+        now -= sum(alive.pop(name, 0) for name in line.freed)
+    return peak, now

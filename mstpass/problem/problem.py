@@ -88,7 +88,7 @@ class Value(Op):
         needed: an op of the backward reads it.
         forward: an output of the forward is computed from it. Other forward values only serve the
             backward.
-        tag: the user's checkpoint policy that binds the value (graph/checkpoint_policies.py), or
+        tag: the user's checkpoint policy that binds the value (graph/recompute_rules.py), or
             "". A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
             ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
         offload: whether the value may cross by way of the host: ``""`` (no), ``MAY_OFFLOAD``, or
@@ -362,18 +362,31 @@ _WORDS |= {"mode", "narrow", "note", "phase", "source"}
 
 def renamed(record: T, name_of: Callable[[str], str], is_name: bool = False) -> T:
     """A record of regions or loops that is equal but for the names of nodes."""
-    found: Any = record
-    if isinstance(record, str) and record and is_name:
-        prefix = LOOP if is_loop(record) else ""
-        found = prefix + name_of(record.removeprefix(prefix))
-    elif type(found) in (tuple, frozenset):
-        found = type(found)([renamed(item, name_of, is_name) for item in found])
-    elif dataclasses.is_dataclass(record):
-        fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        own = {name: renamed(value, name_of, name not in _WORDS) for name, value in fields.items()}
-        found = dataclasses.replace(found, **own)
+    known: Any = record
+    kind: Any = type(known)
+    if kind is str:
+        if not (known and is_name):
+            return record
+        prefix = LOOP if is_loop(known) else ""
+        found: Any = prefix + name_of(known.removeprefix(prefix))
+    elif kind is tuple or kind is frozenset:
+        found = kind([renamed(item, name_of, is_name) for item in known])
+    elif names := _texts(kind):  # all of a step's regions: without the checks of __init__
+        found = object.__new__(kind)
+        fields = vars(found)
+        for name, holds_names in names:
+            fields[name] = renamed(getattr(known, name), name_of, holds_names)
+    else:
+        return record
     result: T = found
     return result
+
+
+@functools.cache
+def _texts(kind: type) -> tuple[tuple[str, bool], ...]:
+    """The fields of a dataclass, each with whether its texts are names of nodes."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return tuple((field.name, field.name not in _WORDS) for field in fields)
 
 
 def with_needs(

@@ -14,7 +14,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
-from mstpass.graph.node_copies import original_name
+from mstpass.graph.node_meta import original_name
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
 from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline

@@ -1,76 +1,76 @@
-"""Read Inductor's schedule after fusion: what each call allocates, overwrites and frees.
+"""Inductor's schedule: the order of its loops, and what each line of its code allocates and frees.
 
-A *call* is what the generated code runs at once: an extern kernel, a template, a GPU kernel, or the
-C++ kernels on the CPU that follow each other, which are one function. A buffer is allocated by its
-kernel and freed after the last call that reads it. A pointwise kernel may write over an operand
-that it is the last to read.
+Inductor writes code as lines, objects with the buffers that they are about, in the order in which
+they run. A buffer is allocated by a line of its own, or by the call whose result it is, and freed
+by another one behind its last use; a kernel that writes over an operand takes its memory by a line.
+What stays in registers, or in a local buffer of a C++ kernel, has no line. The workspaces of
+generated kernels have lines as buffers do; those of the ops that are called have none.
 
-Source: torch/_inductor/scheduler.py (``decide_inplace_update``, ``free_buffers``), ir.py.
+The kernels are in their final order when Inductor begins to write, and the lines are complete when
+the last of them is written. Source: torch/_inductor/graph.py (``GraphLowering.codegen``),
+codegen/wrapper.py, scheduler.py (``free_buffers``, ``mutation_real_name``), ir.py (``WhileLoop``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen.wrapper import can_match_buffer_size
+from torch._inductor.codegen.wrapper import (
+    AllocateLine,
+    EnterSubgraphLine,
+    ExternKernelAllocLine,
+    ExternKernelOutLine,
+    FreeIfNotReusedLine,
+    FreeLine,
+    MultiOutputLine,
+    ReuseLine,
+)
+from torch._inductor.dependencies import WeakDep
 from torch._inductor.graph import SubgraphLowering
-from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call, tree_leaves
-from mstpass.torch_internals.inductor_kernels import (
-    buffers_between_loops,
-    is_triton_kernel,
-    kernels_by_nest,
-    local_buffers,
-    partial_sums,
-)
-from mstpass.torch_internals.versions import find
+from mstpass.torch_internals.versions import LostLoopError, NotCountedError, find
 
 # torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on
 _BRANCH = find("torch._inductor.ir.Switch | torch._inductor.ir.Conditional")
 Allocated = Callable[[int, torch.device | None], int]
 _NO_BUFFER = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
-
-
-class NotCountedError(ValueError):
-    """The graph has what this file does not count: other subgraphs, sizes that depend on data."""
+_TOTAL = re.compile(r"(\w+) = \w+\[.*\]\.view\(.*\(dim=0\)")  # of a workspace of partial sums
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What the generated code runs at once, with the names of buffers.
+class Line:
+    """What a line does, with the names of buffers.
 
     Inductor pickles a hook, with what it has read, into its cache keys: that must not depend on the
     order of a set, and its pickler takes no sets.
 
     Attributes:
-        allocated: with their bytes, before the call runs.
-        overwritten: operands whose memory a result of the call takes.
-        freed: after the call.
-        loop_body: the name of the graph that the call runs in a loop; empty where it runs none.
-        ops: those of the call whose workspaces are no buffers of the schedule.
-        workspace_bytes: what generated kernels need besides their buffers, and the results of a
-            call that nobody reads.
+        allocated: with their bytes.
+        moved: a buffer that takes the memory of another one, and that one.
+        freed: behind the line.
+        loop_body: the name of the graph that it runs in a loop; empty where it runs none.
+        op: what it calls, if its workspace is no buffer.
     """
 
-    allocated: Mapping[str, int]
-    overwritten: tuple[str, ...]
-    freed: tuple[str, ...]
+    allocated: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    moved: tuple[str, str] | None = None
+    freed: tuple[str, ...] = ()
     loop_body: str = ""
-    ops: tuple[OpCall, ...] = ()
-    workspace_bytes: int = 0
+    op: OpCall | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Of a graph, or of a loop's body, which Inductor schedules after the graph it is in.
+    """Of a graph, or of a loop's body, whose code is written before that of the graph it is in.
 
     Attributes:
         freed_inputs: bytes of the inputs that the graph frees: saved values and tangents, but not
@@ -81,14 +81,32 @@ class Schedule:
     name: str
     is_loop_body: bool
     freed_inputs: Mapping[str, int]
-    calls: tuple[Call, ...]
+    lines: tuple[Line, ...]
     is_inference: bool = False
 
 
+Write = Callable[[], None]
+
+
+def around_code(nodes: Sequence[Any], run: Callable[[Sequence[Any], Write], None]) -> None:
+    """Have a function write the code of the graph that Inductor schedules now.
+
+    Args:
+        nodes: the scheduler's kernels; of a graph without any, nothing is written.
+        run: gets the kernels in their final order, and what writes the code.
+    """
+    if not nodes:
+        run(nodes, lambda: None)
+        return
+    scheduler = nodes[0].scheduler
+    write = scheduler.codegen
+    scheduler.codegen = lambda: run(scheduler.nodes, write)
+
+
 def read_schedule(
-    nodes: Sequence[Any], wanted: Container[str] = (), allocated: Allocated = lambda size, _: size
+    wanted: Container[str] = (), allocated: Allocated = lambda size, _: size
 ) -> Schedule:
-    """The schedule of the graph that Inductor compiles now.
+    """The schedule of the graph whose code is written.
 
     Args:
         wanted: names of the ops whose calls are told, as in ``OpCall``.
@@ -100,8 +118,8 @@ def read_schedule(
     is_body = isinstance(V.graph, SubgraphLowering)
     is_inference = not is_body and V.graph.is_inference
     inputs = {} if is_body or is_inference else _freed_inputs(allocated)
-    calls = tuple(_Walk(nodes, inputs, wanted, allocated).calls()) if nodes else ()
-    return Schedule(str(V.graph.name), is_body, inputs, calls, is_inference)
+    lines = tuple(_Reader(wanted, allocated).lines())
+    return Schedule(str(V.graph.name), is_body, inputs, lines, is_inference)
 
 
 def _freed_inputs(allocated: Allocated) -> dict[str, int]:
@@ -119,184 +137,59 @@ def _buffer(value: Any) -> Any:
     return value
 
 
-class _Walk:
-    """Over one graph's kernels, in order."""
+class _Reader:
+    """Over the lines of one graph."""
 
-    def __init__(
-        self,
-        nodes: Sequence[Any],
-        inputs: Mapping[str, int],
-        wanted: Container[str],
-        allocated: Allocated,
-    ):
-        self.nodes, self.wanted, self.bytes_allocated = nodes, wanted, allocated
-        self.scheduler = nodes[0].scheduler
-        self.donated: dict[str, Any] = getattr(self.scheduler, "name_to_donated_buffer", {})
-        self.last_uses = self._last_uses()
-        self.alive = set(inputs)
-        self.done: set[str] = set()  # kernels
-        self._begin_call()
+    def __init__(self, wanted: Container[str], allocated: Allocated):
+        self.wanted, self.bytes_allocated = wanted, allocated
+        code: Any = V.graph.wrapper_code
+        self.written = code.lines
+        self.taken = {x.result_name for x in self.written if isinstance(x, MultiOutputLine)}
 
-    def _begin_call(self) -> None:
-        self.kernels: list[Any] = []
-        self.allocated: dict[str, int] = {}
-        self.overwritten: list[str] = []
-        self.unread: set[str] = set()  # afterwards
-        self.partial_sums = 0
-        self.dropped_bytes = 0  # of results that nobody reads
-        self.place_of: dict[str, str] = {}  # the operands of values that have no buffer
+    def lines(self) -> Iterator[Line]:
+        kernels = (part.node for node in V.graph.scheduler.nodes for part in node.get_nodes())
+        for kernel in kernels:
+            if isinstance(kernel, (_BRANCH, ir.InvokeSubgraph)):
+                raise NotCountedError(f"{kernel.get_name()} runs a subgraph that is not counted")
+        for line in self.written:
+            if (found := self._line(line)) is not None:
+                yield found
 
-    def calls(self) -> Iterator[Call]:
-        for node in self.nodes:
-            if self.kernels and _is_alone(node):
-                yield self._end_call()
-            self.unread |= self.last_uses[node]
-            self._allocate(node)
-            self.done |= {part.get_name() for part in node.get_nodes()}
-            self.kernels.append(node)
-            if _is_alone(node):
-                yield self._end_call()
-        if self.kernels:
-            yield self._end_call()
-
-    def _end_call(self) -> Call:
-        freed = tuple(sorted(filter(self._can_free, self.unread & self.alive)))
-        bodies = [body for kernel in self.kernels if (body := _loop_body(kernel))]
-        ops = [op for kernel in self.kernels if (op := _op_of(kernel.node, self.wanted))]
-        call = Call(
-            self.allocated,
-            tuple(self.overwritten),
-            freed,
-            bodies[-1] if bodies else "",
-            tuple(ops),
-            self.partial_sums * torch.float32.itemsize + self.dropped_bytes,
-        )
-        self.alive.difference_update(freed)
-        self._begin_call()
-        return call
-
-    def _can_free(self, name: str) -> bool:
-        buffer = self.scheduler.name_to_buf.get(name)
-        return buffer is None or buffer.can_free()
-
-    def _last_uses(self) -> dict[Any, set[str]]:
-        """Buffers that no later kernel reads, by kernel."""
-        real_name = self.scheduler.mutation_real_name
-        later = set(V.graph.get_output_names())
-        found: dict[Any, set[str]] = {}
-        for node in reversed(self.nodes):
-            used = {real_name.get(name, name) for name in node.used_or_aliased_buffer_names()}
-            found[node] = used - later
-            later |= used
-        return found
-
-    def _allocate(self, node: Any) -> None:
-        kept: Set[str] = frozenset()
-        if is_triton_kernel(node):
-            kept = buffers_between_loops(node)
-            self.partial_sums += partial_sums(node)
-        local = local_buffers(node)
-        for nest in kernels_by_nest(node):
-            inside = {kernel.get_name() for kernel in nest}
-            for kernel, buffer in ((k, buffer) for k in nest for buffer in k.get_outputs()):
-                name = buffer.get_name()
-                if name in self.scheduler.mutation_real_name or name in local:
-                    continue
-                if name not in kept and _is_fused_away(buffer, inside):
-                    # What the kernel makes of it is written over what it would be written over.
-                    if (operand := self._written_over(kernel, buffer)) is not None:
-                        self.place_of[name] = operand
-                else:
-                    self._give_memory(kernel, buffer)
-
-    def _give_memory(self, kernel: Any, buffer: Any) -> None:
-        layout = buffer.node.layout
-        if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
-            self._add(_buffer(layout.view))
-        elif isinstance(layout, ir.MultiOutputLayout):
-            read = [item for user in buffer.users for item in _items(user.node)]
-            for item in read:
-                self._add(item)
-            # The others live until the call has returned, and the tuple is gone.
-            returned = _multi_outputs(tree_leaves(getattr(buffer.node, "outputs", ())))
-            others = (item for item in returned if not any(item is other for other in read))
-            self.dropped_bytes += sum(_bytes_of(item, self.bytes_allocated) for item in others)
-        elif not isinstance(layout, _NO_BUFFER) and not _is_alias(buffer.node):
-            operand = self._written_over(kernel, buffer)
-            if operand is not None:
-                self.alive.remove(operand)
-                self.overwritten.append(operand)
-            self._add(buffer.node)
-
-    def _add(self, buffer: Any) -> None:
-        name = buffer.get_name()
-        if name not in self.alive:
-            self.allocated[name] = _bytes_of(buffer, self.bytes_allocated)
-            self.alive.add(name)
-
-    def _written_over(self, part: Any, buffer: Any) -> str | None:
-        if (_is_alone(part) and part.is_extern()) or isinstance(part, NopKernelSchedulerNode):
+    def _line(self, line: Any) -> Line | None:
+        if isinstance(line, EnterSubgraphLine):
+            return Line(loop_body=str(line.graph.name))
+        if isinstance(line, str):
+            total = _TOTAL.match(line)
+            return Line(self._bytes(V.graph.name_to_buffer[total[1]])) if total else None
+        if isinstance(line, ExternKernelAllocLine | ExternKernelOutLine):
+            return self._call(line.node, makes=isinstance(line, ExternKernelAllocLine))
+        node = getattr(line, "node", None)
+        if node is None or node.get_name() in V.graph.removed_buffers:
             return None
-        behind = self.done | set(part.ancestors)
-        accesses = self.scheduler.get_fused_node(part).read_writes.reads_and_writes()
-        for read in part.read_writes.reads:
-            operand = self.scheduler.name_to_buf.get(read.name) or self.donated.get(read.name)
-            name = self.scheduler.mutation_real_name.get(read.name, read.name)
-            place = self.place_of.get(name, name)
-            if operand is None or place not in self.alive:
-                continue
-            if isinstance(operand.node.layout, _NO_BUFFER):  # as of what a collective has written
-                continue
-            users = [user for user in operand.users if user.node.get_name() not in behind]
-            if (
-                len(users) == 1
-                and users[0].node is part
-                and users[0].can_inplace
-                and not isinstance(operand.defining_op, NopKernelSchedulerNode)
-                and can_match_buffer_size(operand.node, buffer.node)
-                and len({dep for dep in accesses if dep.name == read.name}) < 2
-            ):
-                return str(place)
-        return None
+        if isinstance(line, AllocateLine):
+            return Line(self._bytes(node))
+        if isinstance(line, ReuseLine):
+            return Line(moved=(line.reused_as.get_name(), node.get_name()))
+        is_freed = isinstance(line, FreeLine | FreeIfNotReusedLine)
+        return Line(freed=(node.get_name(),)) if is_freed else None
 
+    def _call(self, node: Any, makes: bool) -> Line:
+        """The call of an op, which may make its results itself."""
+        results = tree_leaves(getattr(node, "outputs", ())) or [node]
+        made = [r for r in results if isinstance(r, ir.Buffer) and makes and not _is_alias(r)]
+        sizes = {name: size for r in made for name, size in self._bytes(r).items()}
+        # Those that nobody takes live until the call has returned, and the tuple is gone.
+        unread = tuple(name for name in sizes if name != node.get_name() and name not in self.taken)
+        return Line(sizes, freed=unread, op=_op_of(node, self.wanted))
 
-def _is_alone(node: Any) -> bool:
-    """Whether what the kernel no longer needs is freed at once."""
-    device = node.get_device()
-    return node.is_extern() or node.is_template() or (device is not None and device.type != "cpu")
-
-
-def _is_fused_away(buffer: Any, inside: set[str]) -> bool:
-    """Whether only kernels that are one with its own read the buffer."""
-    users = [user.node for user in buffer.users]
-    if not users or isinstance(buffer.node, ir.MultiOutput):
-        return False
-    return all(not isinstance(u, OutputNode) and u.get_name() in inside for u in users)
-
-
-def _items(node: Any) -> list[Any]:
-    """The results of a call that a node takes out of it."""
-    if isinstance(node, OutputNode):
-        return []
-    return _multi_outputs([buffer.node for buffer in node.get_outputs()])
-
-
-def _multi_outputs(found: Sequence[Any]) -> list[Any]:
-    return [b for b in found if isinstance(b, ir.MultiOutput) and not _is_alias(b)]
+    def _bytes(self, buffer: Any) -> dict[str, int]:
+        return {buffer.get_name(): _bytes_of(buffer, self.bytes_allocated)}
 
 
 def _is_alias(node: Any) -> bool:
     """Whether a call's result is an operand, written or not."""
     source: Any = node.inputs[0] if isinstance(node, ir.MultiOutput) else node
     return bool(source.get_mutation_names() or source.get_inputs_that_alias_output())
-
-
-def _loop_body(kernel: Any) -> str:
-    if isinstance(kernel.node, (_BRANCH, ir.InvokeSubgraph)):
-        raise NotCountedError(f"{kernel.get_name()} runs a subgraph, whose memory is not counted")
-    if not isinstance(kernel.node, ir.WhileLoop):
-        return ""
-    return str(getattr(kernel.node.body_subgraph, "name", ""))
 
 
 def _op_of(node: Any, wanted: Container[str]) -> OpCall | None:
@@ -336,3 +229,62 @@ def _hint(size: Any) -> int:
     if free_unbacked_symbols(size) - shapes.var_to_hint_override.keys():
         raise NotCountedError(f"{size} is known at run time only")
     return int(V.graph.sizevars.optimization_hint(size, fallback=1))
+
+
+def is_for_cpu() -> bool:
+    """Whether all tensors of the graph that Inductor compiles now are on the CPU."""
+    return all(kind == "cpu" for kind in V.graph.device_types)
+
+
+# ---- loops -------------------------------------------------------------------------------------
+_BARRIER = getattr(ir, "OrderingBarrier", ())  # of torch 2.15: hands a buffer on, reads nothing
+
+
+def check_loops(nodes: Sequence[Any], condition: str) -> None:
+    """Check that the schedule runs a graph's loops, each before what reads its results.
+
+    A loop writes into buffers that exist before it (loops/lowering.py), and nothing but the loop
+    may touch them until it has run, but for a loop before it in whose results it writes its own. A
+    scheduler that loses the names of what a loop writes could move a reader in front of it
+    (scheduler_mends.py); gradients would then be wrong, and nothing would say so.
+
+    Args:
+        nodes: the scheduler's kernels, in their final order.
+        condition: what the names of our loops' conditions begin with.
+
+    Raises:
+        LostLoopError: a loop is missing, or a kernel reads what it writes before it has run.
+    """
+    expected = sum(_is_call(node, condition) for node in V.graph.graph.nodes)
+    read: set[str] = set()
+    found = 0
+    for part in (part for node in nodes for part in node.get_nodes()):
+        if isinstance(part.node, _BARRIER):
+            continue
+        real_name, own = part.scheduler.mutation_real_name, set[str]()
+        if _is_loop(part.node, condition):
+            found += 1
+            results = part.get_outputs()
+            written = own = {real_name.get(n, n) for r in results for n in r.get_mutations()}
+            early = sorted((written | {r.get_name() for r in results}) & read)
+            if not written:
+                raise LostLoopError("a loop in Inductor's schedule writes no buffer")
+            if early:
+                raise LostLoopError(f"Inductor reads {early[0]} before the loop that fills it")
+        deps = part.read_writes.reads
+        names = {d.name for d in deps if not isinstance(d, WeakDep)}
+        read |= names.union(real_name.get(name, name) for name in names) - own
+    if found != expected:
+        raise LostLoopError(f"Inductor's schedule has {found} of a graph's {expected} loops")
+
+
+def _is_call(node: Any, condition: str) -> bool:
+    if node.target is not torch.ops.higher_order.while_loop:
+        return False
+    return str(node.args[0].target).startswith(condition)
+
+
+def _is_loop(kernel: Any, condition: str) -> bool:
+    if not isinstance(kernel, ir.WhileLoop):
+        return False
+    return str(getattr(kernel.cond_subgraph, "name", "")).startswith(condition)

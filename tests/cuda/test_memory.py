@@ -91,7 +91,8 @@ def test_the_scheduled_peak_is_the_simulated_one(
     # Steps this small have single buffers of a few per cent of their peak.
     scheduled = pytest.approx(outcome.scheduled_peak_bytes, rel=0.05, abs=4 * 2**20)
     assert outcome.peak_bytes == scheduled
-    calls = [op for schedule in readers[-1].schedules for c in schedule.calls for op in c.ops]
+    lines = (line for schedule in readers[-1].schedules for line in schedule.lines)
+    calls = [line.op for line in lines if line.op is not None]
     products = sum("product" in op.op or "mm" in op.op for op in calls)
     attentions = [op for op in calls if "attention" in op.op]
     assert products >= 2

@@ -134,46 +134,38 @@ def vectorized_cpp(own: Any) -> None:
 
 
 # ---- reading the schedule ----------------------------------------------------------------------
-def kernel_order(own: Any) -> None:
-    """The devices of the graph that Inductor schedules, and the order of its kernels."""
-    from torch._inductor.graph import GraphLowering
-
-    annotated = "device_types" in GraphLowering.__init__.__code__.co_names
-    expect(annotated, "GraphLowering has no device_types")
-
-
 def scheduled_loops(own: Any) -> None:
     """Whether the schedule runs the loops of a graph, each before what reads its results.
 
     That loops are found in real schedules is tested: tests/test_hook_checks.py.
     """
+    from torch._inductor.graph import GraphLowering
+
+    annotated = "device_types" in GraphLowering.__init__.__code__.co_names
+    expect(annotated, "GraphLowering has no device_types")
     fields = own.ir.WhileLoop.__dataclass_fields__
     expect("cond_subgraph" in fields, "torch._inductor.ir.WhileLoop has no cond_subgraph")
     operands = inspect.signature(torch.ops.higher_order.while_loop.__call__).parameters
     expect(next(iter(operands)) == "cond_fn", "while_loop's first operand is no condition")
 
 
-def triton_kernels(own: Any) -> None:
-    """What memory Triton kernels take, besides what a schedule says of their buffers."""
-    from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
-
-    fields = CUDACombinedScheduling.__init__.__code__.co_names
-    expect("_triton_scheduling" in fields, "CUDACombinedScheduling has other schedulers")
-
-
 def inductor_schedule(own: Any) -> None:
-    """Read Inductor's schedule after fusion: what each call allocates, overwrites and frees."""
+    """Read the code that Inductor generates: what each line allocates and frees."""
     from mstpass.torch_internals.inductor import CustomSchedulerPass, compile_fx
-    from mstpass.torch_internals.inductor_kernels import in_final_order
 
     found: list[Any] = []
 
     class ReadOne(CustomSchedulerPass):
-        """Reads one graph's schedule, and ends the compilation before code is written."""
+        """Reads one graph's code, and ends the compilation before kernels are made."""
 
         def __call__(self, nodes: list[Any]) -> list[Any]:
+            own.around_code(nodes, self.read)
+            return nodes
+
+        def read(self, _: Any, write: Any) -> None:
+            write()
             try:
-                found.append(own.read_schedule(in_final_order(nodes)))
+                found.append(own.read_schedule())
             except Exception as error:
                 found.append(error)
             raise InterruptedError
@@ -189,11 +181,11 @@ def inductor_schedule(own: Any) -> None:
     schedule = found[0]
     expect(isinstance(schedule, own.Schedule), f"the schedule cannot be read: {schedule!r}")
     product, total = 64 * 16 * 4, 4
-    allocated = [size for call in schedule.calls for size in call.allocated.values()]
+    allocated = [size for line in schedule.lines for size in line.allocated.values()]
     expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
-    freed = [len(call.freed) for call in schedule.calls]
-    # Without a backward, the inputs stay.
-    expect(freed == [0, 1], f"the schedule frees {freed} buffers")
+    name = next(name for line in schedule.lines for name in line.allocated)
+    freed = [name for line in schedule.lines for name in line.freed]
+    expect(freed[-1:] == [name], f"the schedule frees {freed}")  # what comes before are inputs
 
 
 # ---- the pretended GPU -------------------------------------------------------------------------
