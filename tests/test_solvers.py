@@ -173,21 +173,6 @@ def test_save_all_repeats_nothing_and_is_never_slower(problem: CutProblem) -> No
     assert all(by_name[name].kind == "view" or by_name[name].tag for name in again)
 
 
-def test_milp_without_a_budget_saves_least_within_the_free_overhead() -> None:
-    """A cheap recomputation is taken, a slow one is not."""
-    from tests.problems import Value
-
-    values = (
-        Value("x", 1, kind="input", free=True),
-        Value("a", 100, ("x",), "call", us=100.0, needed=True),
-        Value("b", 100, ("a",), us=1.0, needed=True),
-        Value("c", 100, ("b",), "call", us=100.0, needed=True),
-    )
-    backward = (Value("t", 1, kind="input"), Value("g", 1, ("t", "a", "b", "c"), us=100.0))
-    problem = CutProblem(values, False, backward, ("c",), ("g",))
-    assert SOLVERS["milp"](problem, None).saved == {"a", "c"}
-
-
 @given(problem=steps(forward=12, backward=12))
 @EXAMPLES
 def test_copies_of_cheap_values_free_no_others(problem: CutProblem) -> None:
