@@ -39,7 +39,8 @@ from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
-from mstpass.problem.problem import CutProblem, Plan, value_name
+from mstpass.problem.names import value_name
+from mstpass.problem.problem import CutProblem, Plan
 
 
 def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:

@@ -23,7 +23,8 @@ from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem import solver_registry
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import SAVE, CutProblem, Plan, is_loop
+from mstpass.problem.names import is_loop
+from mstpass.problem.problem import SAVE, CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward, recomputed
 from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block

@@ -60,7 +60,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/solvers/candidate.py": dict.fromkeys(["by_halves"], "halves"),
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
-    "problem/problem.py": dict.fromkeys(["renamed"], "nested fields"),
+    "problem/names.py": dict.fromkeys(["renamed"], "nested fields"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),

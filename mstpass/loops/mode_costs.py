@@ -36,7 +36,8 @@ from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
 from mstpass.plans import LoopOutput, LoopPlan
-from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name, renamed
+from mstpass.problem.names import loop_name, renamed
+from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes
 
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
 

@@ -38,7 +38,8 @@ from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
-from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE, renamed
+from mstpass.problem.names import renamed
+from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE
 from mstpass.regions.make_region import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on

@@ -32,7 +32,8 @@ from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.operand_layout import is_literal, is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
-from mstpass.problem.problem import RECOMPUTED, at_one, loop_name, unfinished
+from mstpass.problem.names import at_one, loop_name, unfinished
+from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module, rename
 
 aten = torch.ops.aten

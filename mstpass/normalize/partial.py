@@ -76,7 +76,7 @@ class Partial:
             UnknownSize: a symbolic size cannot be written.
         """
         for one, held in needed_first((node, spec), self._needed, self.known):
-            self.known[one, held] = built = self._new(one, held)
+            self.known[one, held] = built = self.compute(one, held)
             _pass_on_meta(self.rewriting, one, built)
         return self.known[node, spec]
 
@@ -87,7 +87,7 @@ class Partial:
             return []
         return [(n, s) for n, s in needs.items() if s != WHOLE and not is_size(n)]
 
-    def _new(self, node: fx.Node, spec: Spec) -> fx.Node:
+    def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
         if self.is_given(node, spec):
             return self.given(node, spec)
 

@@ -146,7 +146,7 @@ class _Part(Partial):
         part = self.builder.call(aten.slice.Tensor, heads, dim, *bounds)
         return self.in_chunk_form(part, node, spec)
 
-    def _new(self, node: fx.Node, spec: Spec) -> fx.Node:
+    def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
         parts = {n: self.known[n, s] for n, s in self._needed((node, spec))}
         zero = {n for n, part in parts.items() if n in self.flow.held and is_zero(part)}
         if zero and ops.row(node).linear(node, zero):  # 0 whatever the dtype
@@ -156,7 +156,7 @@ class _Part(Partial):
         if node.target is aten.clone.default and self._is_of_weight(node):
             if all(part.meta["val"].is_contiguous() for part in parts.values()):
                 return next(iter(parts.values()))
-        return super()._new(node, spec)
+        return super().compute(node, spec)
 
     def whole(self, node: fx.Node, reader: fx.Node, spec: Spec) -> fx.Node:
         return self.put_together(node) if node in self.flow.held else node

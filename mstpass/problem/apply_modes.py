@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from mstpass.problem.names import at_one
 from mstpass.problem.op import CALL, CONSTANT, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
@@ -26,7 +27,6 @@ from mstpass.problem.problem import (
     LoopResult,
     Mode,
     Value,
-    at_one,
     with_needs,
 )
 from mstpass.walk import walk_once

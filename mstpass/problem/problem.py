@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from mstpass.problem import problem_json
+from mstpass.problem.names import unfinished
 from mstpass.problem.op import POINTWISE, Op
 
 
@@ -64,8 +65,6 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
 MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
-LOOP = "mst_loop_"  # prefix of a name: see loop_name()
-UNFINISHED = "_unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"  # kinds of modes
 WHOLE = "whole"  # the kind of the mode without loops
@@ -329,64 +328,6 @@ class Plan:
     nested: Mapping[str, int] = dataclasses.field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     by_chunk: frozenset[str] = frozenset()
-
-
-def loop_name(first: str) -> str:
-    """The name of the loop whose first result stands for the node ``first``."""
-    return f"{LOOP}{first}"
-
-
-def is_loop(name: str) -> bool:
-    """Whether the name is that of a loop, not of one of the results that a loop returns."""
-    return name.startswith(LOOP)
-
-
-def unfinished(name: str) -> str:
-    """The name of the buffer that a loop returns for a node that is scaled or cast afterwards."""
-    return f"{name}{UNFINISHED}"
-
-
-def at_one(name: str) -> str:
-    """The name of a node of a loop's prelude, as it is before the loop: with a unit of 1."""
-    return f"{name}_at_one"
-
-
-def value_name(node: str) -> str:
-    """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
-    return node.removesuffix(UNFINISHED)
-
-
-_WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node
-_WORDS |= {"mode", "narrow", "note", "phase", "source"}
-
-
-def renamed(record: T, name_of: Callable[[str], str], is_name: bool = False) -> T:
-    """A record of regions or loops that is equal but for the names of nodes."""
-    known: Any = record
-    kind: Any = type(known)
-    if kind is str:
-        if not (known and is_name):
-            return record
-        prefix = LOOP if is_loop(known) else ""
-        found: Any = prefix + name_of(known.removeprefix(prefix))
-    elif kind is tuple or kind is frozenset:
-        found = kind([renamed(item, name_of, is_name) for item in known])
-    elif names := _texts(kind):  # all of a step's regions: without the checks of __init__
-        found = object.__new__(kind)
-        fields = vars(found)
-        for name, holds_names in names:
-            fields[name] = renamed(getattr(known, name), name_of, holds_names)
-    else:
-        return record
-    result: T = found
-    return result
-
-
-@functools.cache
-def _texts(kind: type) -> tuple[tuple[str, bool], ...]:
-    """The fields of a dataclass, each with whether its texts are names of nodes."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return tuple((field.name, field.name not in _WORDS) for field in fields)
 
 
 def with_needs(

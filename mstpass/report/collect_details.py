@@ -20,8 +20,8 @@ from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
-from mstpass.problem.problem import LOOP as PREFIX
-from mstpass.problem.problem import value_name
+from mstpass.problem.names import LOOP as PREFIX
+from mstpass.problem.names import value_name
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
