@@ -15,9 +15,9 @@ from mstpass import pipeline
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import StepSimulation
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solve import memory_of, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.choose_modes import (
     fastest_loops,
     least_memory_mode,
@@ -154,7 +154,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
     plan, *_ = solve(result.problem, Options(**options), Limit.of(Options()), "")
-    found = memory_of(result.problem, plan)
+    found = simulate_plan(result.problem, plan).memory
     assert found.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     # 2 %: the plan counts the scaled gradient of the bias beside its buffer
     assert found.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.02)
