@@ -18,7 +18,7 @@ from mstpass.plain_data import decoded, read_json
 
 T = TypeVar("T")
 
-FORMAT, VERSION = "mstpass cut problem", 3
+FORMAT, VERSION = "mstpass cut problem", 4
 
 
 class ProblemFileError(ValueError):
