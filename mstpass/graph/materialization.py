@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.node_copies import copy_name
-from mstpass.graph.own_ops import own_op
+from mstpass.torch_internals.graphs import own_op
 from mstpass.torch_internals.inductor import write_to_memory
 
 
