@@ -16,8 +16,8 @@ from mstpass.loops.candidate_modes import (
     may_have_blocks,
 )
 from mstpass.normalize import FOR_SECTIONS, normalized
-from mstpass.normalize.convolutions_as_products import NOTHING, LeftOut
 from mstpass.normalize.masks_as_flags import WithoutMasks
+from mstpass.normalize.products import NOTHING, LeftOut
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner

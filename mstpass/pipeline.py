@@ -31,13 +31,13 @@ from mstpass.detect_stage import Detected, detect
 from mstpass.fewer_loops import with_loops_in_bounds
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.narrow_offsets import narrow_calls
-from mstpass.graph.view_storages import share_storages
+from mstpass.graph.renew_values import share_storages
 from mstpass.limit import Limit, simulated_limit
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_ops import StepMemory
 from mstpass.normalize import MASKS, READ
-from mstpass.normalize.convolutions_as_products import NOTHING
 from mstpass.normalize.masks_as_flags import WithoutMasks
+from mstpass.normalize.products import NOTHING
 from mstpass.options import Options
 from mstpass.partition.solve import BudgetError, infeasible, missed_budgets
 from mstpass.partition.solvers.least_host_memory import more_host_memory
@@ -45,7 +45,7 @@ from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
-from mstpass.regions.whole_masks import whole_masks
+from mstpass.regions.masked_attention import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
 STAGES = ("read", "detect", "plan", "apply", "split")

@@ -26,8 +26,8 @@ from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.normalize.convolutions_as_products import LeftOut, convolutions_in_vain
 from mstpass.normalize.plain_values import as_copies
+from mstpass.normalize.products import LeftOut, convolutions_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem, host_memory
 from mstpass.partition.reconstruct import with_reconstruction
@@ -39,7 +39,8 @@ from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes, with_node_names
-from mstpass.problem.problem import CutProblem, Plan, value_name
+from mstpass.problem.names import value_name
+from mstpass.problem.problem import CutProblem, Plan
 
 
 def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:

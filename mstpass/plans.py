@@ -13,7 +13,7 @@ import dataclasses
 
 from mstpass.graph.advice import fix_of
 from mstpass.graph.axes import TOKENS
-from mstpass.graph.repeated_collectives import Collectives
+from mstpass.graph.collectives import Collectives
 from mstpass.graph.tokens import Spec
 from mstpass.problem.problem import pinned_bytes
 

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -78,6 +79,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which the marks select no test is not imported: to import all takes seconds."""
+    marks, name = str(config.getoption("markexpr")), collection_path.name
+    if not name.startswith("test_"):
+        return None
+    if marks.startswith("dry_run") and not torch.cuda.is_available():  # tests for CUDA would skip
+        return "dry_run" not in collection_path.read_text(encoding="utf-8") or None
+    other = {"lab": False, "not": True}.get(marks.partition(" ")[0])
+    return name.startswith(_LAB) is other or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

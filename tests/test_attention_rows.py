@@ -27,8 +27,6 @@ class Case:
         queries: int = 96,
         keys: int | None = None,
         causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        masked: bool = False,
     ):
         generator = torch.Generator().manual_seed(0)
 
@@ -38,17 +36,11 @@ class Case:
         keys = queries if keys is None else keys
         self.query, self.grad = (random(batch, heads, queries, WIDTH) for _ in range(2))
         self.key, self.value = (random(batch, key_heads, keys, WIDTH) for _ in range(2))
-        self.causal, self.window, self.queries, self.mask = causal, window, queries, None
+        self.causal, self.queries = causal, queries
         row, column = torch.arange(queries)[:, None], torch.arange(keys)
         seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
         if causal:
             seen &= column <= row
-        if window[0] >= 0:
-            seen &= (column >= row - window[0]) & (column <= row + window[1])
-        if masked:  # two documents of each sequence
-            seen &= (row < queries // 3) == (column < queries // 3)
-            self.causal = False
-            self.mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
         self.seen = seen
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
@@ -62,8 +54,7 @@ class Case:
         return [out, *torch.autograd.grad(out, (q, k, v), self.grad.to(dtype))]
 
     def in_chunks(self, length: int, in_place: bool = False) -> list[Tensor]:
-        rows = (self.query, self.grad, *([] if self.mask is None else [self.mask]))
-        rows_first = [x.transpose(1, 2).flatten(0, 1) for x in rows]
+        rows_first = [x.transpose(1, 2).flatten(0, 1) for x in (self.query, self.grad)]
         outs, of_queries = [], []
         of_key, of_value = (
             torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -72,9 +63,8 @@ class Case:
         total = len(rows_first[0])
         for first in range(0, total, length):
             start = max(0, min(first, total - length))
-            chunks = [x[start : start + length].transpose(0, 1)[None] for x in rows_first]
-            q, grad, mask = (*chunks, None)[:3]
-            how = (mask, start, self.queries, self.causal, *self.window, WIDTH**-0.5)
+            q, grad = (x[start : start + length].transpose(0, 1)[None] for x in rows_first)
+            how = (start, self.queries, self.causal, WIDTH**-0.5)
             out, log_sum = attend_rows(q, self.key, self.value, *how, in_place)
             saved = grad, q, self.key, self.value, out, log_sum
             how = (*how, True)
@@ -99,10 +89,6 @@ CASES = {
     "sequences": {"batch": 3, "key_heads": 2, "queries": 50},
     "full": {"causal": False},
     "other keys": {"causal": False, "keys": 37, "key_heads": 2, "batch": 2},
-    "window": {"window": (9, 0), "key_heads": 2},
-    "long window": {"window": (70, 0)},
-    "window on both sides": {"window": (9, 9), "causal": False, "batch": 2},
-    "documents": {"masked": True, "key_heads": 2, "batch": 2},
 }
 
 
@@ -130,8 +116,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
     case = Case(queries=64)
     case.key[:, :, 32:], case.value[:, :, 32:] = float("nan"), float("nan")
     out, _ = attend_rows(
-        *(case.query[:, :, 16:32], case.key, case.value, None, 16, 64),
-        *(True, -1, -1, WIDTH**-0.5, False),
+        *(case.query[:, :, 16:32], case.key, case.value, 16, 64, True, WIDTH**-0.5, False)
     )
     assert out.isfinite().all()
 
@@ -140,7 +125,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
 def test_fake_results_are_like_real_ones(op: torch._ops.OpOverload) -> None:
     case = Case(torch.bfloat16, key_heads=2)
     q = case.query[:, :, :32]
-    how = (None, 0, case.queries, True, -1, -1, WIDTH**-0.5)
+    how = (0, case.queries, True, WIDTH**-0.5)
     forward = (q, case.key, case.value, *how, True)
     if op is attend_rows_backward:
         saved = (case.grad[:, :, :32], *forward[:3], *attend_rows(*forward))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstpass.gpus import gpu
-from mstpass.graph.attention_work import AttentionWork, attention_work
+from mstpass.graph.call_work import AttentionWork, attention_work
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts

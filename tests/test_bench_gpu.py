@@ -248,7 +248,7 @@ def test_a_call_from_its_arguments_to_its_files(tmp_path, monkeypatch, capsys):
     argv = ["--dry-run", "--quick", "--part", "heads", "--out", str(tmp_path)]
     monkeypatch.setattr(command, "RESULTS", tmp_path / "none")
     assert command.main(argv, Calls(interrupted_after_two, clock)) == command.INTERRUPTED
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    rows = State.read(tmp_path).rows.values()
     assert [row["row"] for row in rows] == ["Inductor", "mst"]
     calls = Calls(plans, clock)
     assert command.main([*argv, "--minutes", "0.1"], calls) == command.ROWS_LEFT

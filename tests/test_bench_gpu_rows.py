@@ -180,15 +180,3 @@ def needs_transformers(path):
 
 def few_ways():
     return [comparison.inductor(), comparison.mst(), eager()]
-
-
-# ---- loops -------------------------------------------------------------------------------------
-def test_costs_are_kept_for_later(tmp_path, monkeypatch):
-    later = tmp_path / "cache" / "costs.json"
-    monkeypatch.setenv("MSTPASS_COSTS", str(later))
-    assert heads.store_for_later(tmp_path) is None
-    (tmp_path / heads.COSTS_FILE).write_text('{"H200": {"chunk_us": 3}}')
-    later.parent.mkdir()
-    later.write_text('{"A100": {"chunk_us": 9}}')
-    assert heads.store_for_later(tmp_path) == later
-    assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.recompute_rules import policies_of
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE

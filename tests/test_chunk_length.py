@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from mstpass import pipeline
 from mstpass.gpus import GPUS, gpu
+from mstpass.graph.call_work import moved_bytes
 from mstpass.graph.device_costs import _CPU, GOOD, Costs, _cpu_costs
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.products import product_of
-from mstpass.graph.traffic import moved_bytes
+from mstpass.graph.loop_work import product_of
 from mstpass.loops.chunk_length import _equal_chunks, _rows
 from mstpass.options import Options
 from mstpass.planner.traced_step import _move_to_gpu

@@ -19,10 +19,9 @@ from mstpass.graph import device_costs
 from mstpass.graph.device_costs import GOOD, Costs
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.loop_work import ROWS, LoopWork, Product, TokenProduct
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
 from mstpass.graph.node_cost import time_us
-from mstpass.graph.products import ROWS, Product, TokenProduct
 from mstpass.options import Options
 from tests.checks import joint_graph
 

@@ -176,15 +176,13 @@ def shares_sequences(name, steps, ranks):
     assert [float(x) for x in found[1].split(",")] == expected
 
 
-RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-
-
-@RANKS
+@pytest.mark.full  # test_sequence_parallel.py and the next test run the same model
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses(ranks):
     shares_sequences("ulysses", lambda: 3 * [[torch.randint(4096, (1, 1021))]], ranks)
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ulysses_fsdp2(ranks):
     shares_sequences("ulysses_fsdp2", lambda: 3 * [[torch.randint(4096, (1, 1021))]], ranks)
 

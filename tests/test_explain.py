@@ -19,7 +19,7 @@ import mstpass
 from mstpass import pipeline
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.graph import advice, op_table, ops
-from mstpass.graph.repeated_collectives import Collectives
+from mstpass.graph.collectives import Collectives
 from mstpass.graph.token_rules import Rule
 from mstpass.graph.tokens import Refusal
 from mstpass.options import Options

@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 
 from mstpass.gpus import GPUS, gpu
 from mstpass.graph import gpu_costs
-from mstpass.graph.attention_work import AttentionWork
+from mstpass.graph.call_work import AttentionWork
 from mstpass.graph.device_costs import GOOD
 from mstpass.graph.gpu_costs import GRAIN, KERNEL_US, GpuCosts
-from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.loop_work import (
+    BATCH,
+    COLUMNS,
+    CONTRACTED,
+    ROWS,
+    LoopWork,
+    Product,
+    TokenProduct,
+)
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredGpuCosts
-from mstpass.graph.products import BATCH, COLUMNS, CONTRACTED, ROWS, Product, TokenProduct
 
 BF16 = torch.bfloat16
 H100, H200 = GpuCosts(gpu("h100")), GpuCosts(gpu("h200"))

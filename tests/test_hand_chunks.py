@@ -17,7 +17,7 @@ from mstpass import detect_stage
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.candidate_modes import all_candidates
 from mstpass.normalize import normalized
-from mstpass.normalize.convolutions_as_products import LeftOut
+from mstpass.normalize.products import LeftOut
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
 

@@ -25,6 +25,7 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
+from mstpass.problem.names import loop_name
 from mstpass.problem.op import CALL, INPUT
 from mstpass.problem.problem import (
     SAVE,
@@ -34,7 +35,6 @@ from mstpass.problem.problem import (
     Mode,
     RegionModes,
     Value,
-    loop_name,
     with_needs,
 )
 from mstpass.problem.saved_set import recomputed, saved_where, verify

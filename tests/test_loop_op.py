@@ -15,7 +15,7 @@ from mstpass import pipeline
 from mstpass.graph import loop_op
 from mstpass.graph.buffer_ops import counter
 from mstpass.graph.loop_op import MAX, STACK, SUM, mst_loop, run_eagerly
-from mstpass.graph.materialization import REALIZE
+from mstpass.graph.own_ops import REALIZE
 from mstpass.loops.lowering import lower_loops
 from mstpass.loops.while_loop_step import fixed_step
 from mstpass.options import Options

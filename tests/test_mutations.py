@@ -8,7 +8,7 @@ import torch
 from torch._inductor.dependencies import ReadWrites, StarDep
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.graph.materialization import materialize
+from mstpass.graph.own_ops import materialize
 from mstpass.torch_internals.scheduler_mends import keep_names
 from tests.checks import joint_graph
 

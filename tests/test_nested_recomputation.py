@@ -12,7 +12,7 @@ from torch import fx, nn
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
-from mstpass.graph.node_copies import copy_name, original_name
+from mstpass.graph.node_meta import copy_name, original_name
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
@@ -23,7 +23,8 @@ from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem import solver_registry
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import SAVE, CutProblem, Plan, is_loop
+from mstpass.problem.names import is_loop
+from mstpass.problem.problem import SAVE, CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward, recomputed
 from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block

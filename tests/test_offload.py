@@ -28,7 +28,7 @@ from tests.host_on_cpu import host_on_cpu
 
 pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
-SIZE = LlamaSize(64, 4, 4, 160, 300, 512)
+SIZE = LlamaSize(64, 2, 4, 160, 300, 512)
 
 
 def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
@@ -188,7 +188,7 @@ def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
     """In large graphs the search compares fewer plans, and still finds the one that is named."""
     search = importlib.import_module("mstpass.partition.solvers.peak_search")
     monkeypatch.setattr(search, "_FEW_OPS", few_ops)
-    model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
+    model, x = Layers(layers=5), torch.randn(8192, 32, requires_grad=True)
 
     def peak(**options: object) -> int:
         report = mstpass.explain(_square_of(model), x, options={"chunk": "off", **options})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mstpass import gpus
-from mstpass.graph.exchange_work import ExchangeWork
+from mstpass.graph.call_work import ExchangeWork
 from mstpass.graph.gpu_costs import KERNEL_US, LINK, GpuCosts
 from mstpass.planner.search import step_time
 from mstpass.planner.training import Sizes, Training

@@ -13,7 +13,7 @@ from torch import Tensor
 import mstpass
 from mstpass.graph.joint import JointGraph
 from mstpass.normalize import normalized
-from mstpass.normalize.sink_token_slices import sink_slices
+from mstpass.normalize.join_windows import join_windows
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import run
 from tests.models import TinyLM, next_token_loss
@@ -78,7 +78,7 @@ def test_the_graph_computes_the_same(
 ) -> None:
     step = _step(TinyLM(VOCAB, 32), metrics)
     joint = JointGraph(*joint_graph(step, torch.randint(VOCAB, shape)))
-    sunk, names = sink_slices(joint)
+    sunk, names = join_windows(joint)
     assert names and sunk is not joint
     results = run(sunk.module)
     assert len(results) > 1
@@ -98,20 +98,7 @@ def test_the_head_is_taken(metrics: Callable[[Tensor, Tensor], Metrics]) -> None
 def test_what_mixes_tokens_stays(metrics: Callable[[Tensor, Tensor], Metrics]) -> None:
     step = _step(TinyLM(VOCAB, 32), metrics)
     joint = JointGraph(*joint_graph(step, torch.randint(VOCAB, (4, 43))))
-    _, names = sink_slices(joint)
-    assert not names
-
-
-def test_slices_that_the_backward_reads_stay() -> None:
-    model = TinyLM(VOCAB, 32)
-
-    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model.logits(ids)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        return loss, logits.argmax(-1)
-
-    joint = JointGraph(*joint_graph(step, torch.randint(VOCAB, (4, 43))))
-    _, names = sink_slices(joint)
+    _, names = join_windows(joint)
     assert not names
 
 
@@ -120,7 +107,7 @@ def test_other_graphs_are_left_alone() -> None:
     ids = torch.randint(VOCAB, (4, 43))
     joint = JointGraph(*joint_graph(lambda ids: next_token_loss(model, ids), ids))
     _, prepared, _ = normalized(joint)
-    sunk, names = sink_slices(prepared)
+    sunk, names = join_windows(prepared)
     assert sunk is prepared and not names
 
 

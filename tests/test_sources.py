@@ -40,17 +40,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "memory/simulate_graph.py": dict.fromkeys(
         ["_inner_bytes", "body_bytes", "op_of"], "loops in loops"
     ),
-    "normalize/unstack.py": dict.fromkeys(
-        [
-            "_Unstacker._computed",
-            "_Unstacker._new_part",
-            "_Unstacker._operand",
-            "_Unstacker._part",
-            "_Unstacker._part_of_other",
-            "_Unstacker._whole",
-        ],
-        "the wide values between a concatenation and what reads its parts",
-    ),
     "out_of_memory.py": dict.fromkeys(
         [
             "LeanerPlans._backward_failed",
@@ -71,7 +60,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "partition/solvers/candidate.py": dict.fromkeys(["by_halves"], "halves"),
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
-    "problem/problem.py": dict.fromkeys(["renamed"], "nested fields"),
+    "problem/names.py": dict.fromkeys(["renamed"], "nested fields"),
     "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),

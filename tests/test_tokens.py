@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstpass.graph.tokens import WHOLE, Refusal, broadcast_source, chunk_shape, through_view
+from mstpass.graph.tokens import WHOLE, Refusal, chunk_shape, through_view
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,6 @@ def test_a_mapped_view_keeps_each_element_with_its_token(sizes, cuts, first, cou
     expected = [target[d] if d in result else 1 for d in range(len(target))]
     again = torch.arange(math.prod(expected)).view(expected).expand(target)
     assert torch.equal(tokens, again)
-
-
-def test_broadcasting() -> None:
-    assert broadcast_source((8,), (2, 3, 8), (0, 1)) == WHOLE
-    assert broadcast_source((2, 3, 1), (2, 3, 8), (0, 1)) == (0, 1)
-    assert broadcast_source((6, 1), (6, 8), (0,)) == (0,)
-    assert isinstance(broadcast_source((3, 8), (2, 3, 8), (0, 1)), Refusal)
 
 
 def test_chunk_form() -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstpass.graph.view_storages import share_storages
+from mstpass.graph.renew_values import share_storages
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten

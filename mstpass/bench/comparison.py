@@ -208,12 +208,13 @@ def compare(
     work: Work,
     arguments: Arguments,
     advance: Callable[[str], None] = lambda name: None,
+    reference: tuple[str, Outcome] | None = None,
 ) -> dict[str, Row]:
-    """Figures by contender; the first contender is the reference.
+    """Figures by contender; the first one is the reference where none is given.
 
     `advance` is called 2 + `repeats` times with each contender's name.
     """
-    comparison = Comparison(work, arguments.device, advance)
+    comparison = Comparison(work, arguments.device, advance, reference=reference)
     comparison.add(contenders)
     comparison.time(arguments.repeats)
     comparison.measure_peaks()

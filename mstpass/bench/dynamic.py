@@ -24,7 +24,7 @@ import gc
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
-from mstpass.bench.results import Ratio, Result, Table, Target
-from mstpass.measure import Timing, peak_bytes, timed
+from mstpass.bench.results import Result, Row, Table, Target
+from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import counters, fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
@@ -59,20 +59,25 @@ class _Lengths:
     ids_BS: Tensor
     target_BS: Tensor
 
-    def compiled(self, dynamic: bool, **options: Any) -> Callable[..., Tensor]:
+    def compiled(self, **how: Any) -> Callable[..., Tensor]:
         def loss(ids: Tensor, target: Tensor) -> Tensor:
             value: Tensor = self.model(ids, target)
             return value
 
-        return torch.compile(own_code(loss), backend="mst", dynamic=dynamic, options=options)
+        return torch.compile(own_code(loss), **how)
+
+    def with_mst(self, dynamic: bool, **options: Any) -> Callable[..., Tensor]:
+        return self.compiled(backend="mst", dynamic=dynamic, options=options)
+
+    def step(self, fn: Callable[..., Tensor], length: int) -> Step:
+        ids, target = (x[:, :length].contiguous() for x in (self.ids_BS, self.target_BS))
+        return Step(lambda: fn(ids, target), list(self.model.parameters()))
 
     def peak_bytes(self, fn: Callable[..., Tensor], length: int) -> int:
         """The measured peak of a step; of a second one, if the first one compiles."""
-        ids, target = (x[:, :length].contiguous() for x in (self.ids_BS, self.target_BS))
-        step = Step(lambda: fn(ids, target), list(self.model.parameters()))
-        plans = len(mstpass.reports())
-        found = peak_bytes(step, ids.device)
-        return found if len(mstpass.reports()) == plans else peak_bytes(step, ids.device)
+        step, device, plans = self.step(fn, length), self.ids_BS.device, len(mstpass.reports())
+        found = peak_bytes(step, device)
+        return found if len(mstpass.reports()) == plans else peak_bytes(step, device)
 
 
 def run_lengths(arguments: Arguments) -> Result:
@@ -99,11 +104,11 @@ def _against_static(
     lines = []
     worst = 0.0
     for budget in _BUDGETS:
-        symbolic = batches.compiled(True, memory_budget=budget, strict=True)
+        symbolic = batches.with_mst(True, memory_budget=budget, strict=True)
         for length in lengths:
             ours = batches.peak_bytes(symbolic, length)
             advance("symbolic")
-            static = batches.compiled(False, memory_budget=budget, strict=True)
+            static = batches.with_mst(False, memory_budget=budget, strict=True)
             theirs = batches.peak_bytes(static, length)
             advance("static")
             worst = max(worst, ours / theirs)
@@ -129,7 +134,7 @@ def _walk(
 ) -> Table:
     """Random lengths, the logarithm uniform, under a budget in bytes."""
     draw = random.Random(0)
-    fn = batches.compiled(True, memory_budget=budget_bytes)
+    fn = batches.with_mst(True, memory_budget=budget_bytes)
     plans_before, above = len(mstpass.reports()), 0
     peaks: dict[int, int] = {}
     with warnings.catch_warnings():
@@ -162,69 +167,49 @@ _QUICK_LENGTHS = (640, 1024, 701, 997)
 _STATIC = 3  # the first lengths, for each of which a static graph is compiled too
 
 
-@dataclasses.dataclass
-class _Runner:
-    """One way to compile the step.
-
-    Attributes:
-        lengths: the lengths that it runs.
-        graphs: number of compilations.
-        seconds: for each length, one time per round.
-    """
-
-    compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-    lengths: Sequence[int]
-    graphs: int = 0
-    seconds: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-    peak_bytes: int = 0
-
-
-def _runners(lengths: Sequence[int]) -> dict[str, _Runner]:
+def _ways(lengths: Sequence[int]) -> dict[str, tuple[dict[str, Any], Sequence[int]]]:
+    """By name: how the step is compiled, and the lengths that it runs."""
     ours: dict[str, Any] = {"backend": "mst", "options": {"strict": True}}
     static = lengths[:_STATIC]
     return {
-        INDUCTOR: _Runner(lambda fn: torch.compile(fn), lengths),
-        MST: _Runner(lambda fn: torch.compile(fn, **ours), lengths),
-        f"{INDUCTOR}, static": _Runner(lambda fn: torch.compile(fn, dynamic=False), static),
-        f"{MST}, static": _Runner(lambda fn: torch.compile(fn, dynamic=False, **ours), static),
+        INDUCTOR: ({}, lengths),
+        MST: (ours, lengths),
+        f"{INDUCTOR}, static": ({"dynamic": False}, static),
+        f"{MST}, static": ({"dynamic": False, **ours}, static),
     }
 
 
 def run(arguments: Arguments) -> Result:
     size, lengths = (_QUICK_SIZE, _QUICK_LENGTHS) if arguments.quick else (_SIZE, _LENGTHS)
-    model, ids_BS, target_BS = llama(size, arguments.device)
-    runners = _runners(lengths)
-
-    def loss(ids: Tensor, target: Tensor) -> Tensor:
-        value: Tensor = model(ids, target)
-        return value
-
-    def step_at(length: int, fn: Callable[..., Tensor]) -> Step:
-        ids, target = ids_BS[:, :length].contiguous(), target_BS[:, :length].contiguous()
-        return Step(lambda: fn(ids, target), list(model.parameters()))
-
+    device, ways = arguments.device, _ways(lengths)
+    batches = _Lengths(*llama(size, device))
+    rows = {name: Row(name) for name in ways}
     steps: dict[str, dict[int, Step]] = {}
-    timed_at = lengths[:_STATIC]
-    total = sum(len(runner.lengths) for runner in runners.values())
-    total += arguments.repeats * len(runners) * len(timed_at)
+    graphs: dict[str, int] = {}
+    total = sum(len(own) for _, own in ways.values()) + arguments.repeats * len(ways)
     torch.compiler.reset()
     with fresh_cache(), advancing("dynamic", total) as advance:
-        for name, runner in runners.items():
-            fn = runner.compile(own_code(loss))
-            steps[name] = {n: step_at(n, fn) for n in runner.lengths}
-            runner.graphs = _compilations(steps[name], functools.partial(advance, name))
+        for name, (how, own) in ways.items():
+            fn = batches.compiled(**how)
+            steps[name] = {n: batches.step(fn, n) for n in own}
+            graphs[name] = _compilations(steps[name], functools.partial(advance, name))
         for _ in range(arguments.repeats):
             gc.collect()
-            for length in timed_at:
-                for name, runner in runners.items():
-                    one = {name: steps[name][length]}
-                    with recompilation_fails():
-                        timing = timed(one, 1, warmup=0, device=arguments.device)[name]
-                    runner.seconds.setdefault(length, []).extend(timing.seconds)
-                    advance(name)
-        for name, runner in runners.items():
-            runner.peak_bytes = peak_bytes(steps[name][max(timed_at)], arguments.device)
-    return _result(size, lengths, runners)
+            with recompilation_fails():
+                each = [_timed_in_turn(steps, n, device) for n in lengths[:_STATIC]]
+            for name, row in rows.items():
+                row.seconds.append(sum(seconds[name] for seconds in each))
+                advance(name)
+        for name, row in rows.items():
+            row.peak_bytes = peak_bytes(steps[name][max(lengths[:_STATIC])], device)
+    return _result(size, lengths, rows, graphs)
+
+
+def _timed_in_turn(
+    steps: Mapping[str, Mapping[int, Step]], length: int, device: torch.device
+) -> dict[str, float]:
+    found = timed({name: own[length] for name, own in steps.items()}, 1, warmup=0, device=device)
+    return {name: timing.median_s for name, timing in found.items()}
 
 
 def _compilations(steps: dict[int, Step], advance: Callable[[], None]) -> int:
@@ -235,46 +220,37 @@ def _compilations(steps: dict[int, Step], advance: Callable[[], None]) -> int:
     return int(counters["stats"]["unique_graphs"] - before)
 
 
-def _result(size: LlamaSize, lengths: Sequence[int], runners: dict[str, _Runner]) -> Result:
+def _result(
+    size: LlamaSize, lengths: Sequence[int], rows: Mapping[str, Row], graphs: Mapping[str, int]
+) -> Result:
     result = Result(
         "dynamic",
         f"{len(lengths)} sequence lengths in turn: d={size.width}, L={size.layers}, "
         f"l={size.mlp_width}, V={size.vocabulary}, fp32",
     )
-    relative = {
-        name: _ratios(runner, runners[f"{name.removesuffix(', static')}, static"])
-        for name, runner in runners.items()
+    static = {name: rows[f"{name.removesuffix(', static')}, static"] for name in rows}
+    counts = {
+        name: f"{graphs[name]} for {len(own)} lengths" for name, (_, own) in _ways(lengths).items()
     }
-    columns: dict[str, Callable[[tuple[str, _Runner]], str]] = {
-        "": lambda item: item[0],
-        "compilations": lambda item: f"{item[1].graphs} for {len(item[1].lengths)} lengths",
-        "time / its static graphs": lambda item: results.ratio_cell(relative[item[0]]),
-        "peak MiB": lambda item: results.mib_cell(item[1].peak_bytes),
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: row.name,
+        "compilations": lambda row: counts[row.name],
+        "time / its static graphs": lambda row: results.ratio_cell(
+            results.ratios(row, static[row.name])
+        ),
+        "peak MiB": lambda row: results.mib_cell(row.peak_bytes),
     }
-    result.tables.append(Table.of("steps", runners.items(), columns))
-    graphs = results.quotient(runners[MST].graphs, runners[INDUCTOR].graphs)
+    result.tables.append(Table.of("steps", rows.values(), columns))
     result.targets += [
-        Target("compilations / Inductor's", graphs, 1.0),
-        Target("time / static graphs", relative[MST][0], TIME_LIMIT),
+        Target("compilations / Inductor's", results.quotient(graphs[MST], graphs[INDUCTOR]), 1.0),
+        Target("time / static graphs", results.time_ratio(rows[MST], static[MST]), TIME_LIMIT),
     ]
     result.notes.append(
         f"Lengths {', '.join(map(str, lengths))}. Time: median ratio over rounds (least-greatest) "
         f"of the sum over the first {_STATIC} lengths; peak at the longest of them."
     )
-    result.records["runners"] = {
-        name: {"graphs": r.graphs, "seconds": r.seconds, "peak_bytes": r.peak_bytes}
-        for name, r in runners.items()
-    }
+    result.records["rows"] = results.records(rows)
     return result
-
-
-def _ratios(runner: _Runner, static: _Runner) -> Ratio:
-    ours, theirs = (
-        [sum(times) for times in zip(*each.seconds.values(), strict=True)]
-        for each in (runner, static)
-    )
-    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return Timing(tuple(rounds)).median_s, min(rounds), max(rounds)
 
 
 main = Benchmark("dynamic", (run, run_lengths), __doc__, options=("steps",))

@@ -17,14 +17,8 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 Sizes = dict[str, Any]
 
-_DEPTH = {
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-}
+_DEPTH = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+_DEPTH |= {"encoder_layers", "decoder_layers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +93,20 @@ class Architecture:
         import transformers
 
         own = {} if layers is None or not self.alike else dict.fromkeys(self._depth(), layers)
-        config = getattr(transformers, self.config)(**{**self.sizes, **own, **others})
-        _set_dropout(config, dropout)
+        config = self.configuration(dropout, **own, **others)
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, self.model)(config)
         if self.loss_type is not None:
             model.loss_type = self.loss_type  # type: ignore[assignment]
         return model.train()
+
+    def configuration(self, dropout: float = 0.0, **others: Any) -> Any:
+        """That of transformers; ``others`` as of `build`."""
+        import transformers
+
+        config = getattr(transformers, self.config)(**{**self.sizes, **others})
+        _set_dropout(config, dropout)
+        return config
 
     def _depth(self) -> set[str]:
         return _DEPTH & self.sizes.keys()
@@ -115,10 +116,8 @@ class Architecture:
         scale = self.scale
         if self.images:
             edge, images = scale.image_edge, scale.images
-            return {
-                "pixel_values": torch.randn(images, 3, edge, edge),
-                "labels": torch.randint(0, 10, (images,)),
-            }
+            pixels = torch.randn(images, 3, edge, edge)
+            return {"pixel_values": pixels, "labels": torch.randint(0, 10, (images,))}
         length = min(scale.length, scale.longest_scan) if self.scan else scale.length
         batch = scale.batch * scale.length // length
         ids = torch.randint(3, scale.vocabulary, (batch, length))

@@ -32,9 +32,8 @@ from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import Head, MLPs, Step
 from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, times_cell
 from mstpass.graph import device_costs
-from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.loop_work import CONTRACTED, ROWS, LoopWork, Product, TokenProduct
 from mstpass.graph.measured_costs import ChunkCosts
-from mstpass.graph.products import CONTRACTED, ROWS, Product, TokenProduct
 from mstpass.measure import timed
 
 

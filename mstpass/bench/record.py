@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from mstpass import pipeline
 from mstpass.argument_parsers import command_parser
 from mstpass.bench import problems
+from mstpass.bench.huggingface import Scale, architectures
 from mstpass.bench.models import Llama, LlamaSize, SwiGLU
 from mstpass.errors import UserError, require
 from mstpass.options import Options
@@ -126,28 +127,15 @@ def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Step:
     return chain, (torch.zeros(tokens, width, requires_grad=True),)
 
 
-def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Step:
-    """A Hugging Face model with its own loss.
-
-    Args:
-        name: the model's class.
-        config: the config's class; by default derived from ``name``.
-    """
+def _hf(name: str, scale: Scale, dropout: float = 0.0, **others: Any) -> Step:
+    """A Hugging Face architecture with its own loss; the rest as of `Architecture.build`."""
     require(("transformers",), "hf", "mstpass bench record")
-    import transformers
-
-    stem = name.partition("For")[0].removesuffix("LMHeadModel")
-    settings = getattr(transformers, config or f"{stem}Config")(**sizes)
-    model = _without_memory(lambda: getattr(transformers, name)(settings))
-    if "ImageClassification" in name:
-        edge = settings.image_size
-        images, labels = torch.zeros(batch, 3, edge, edge), torch.zeros(batch, dtype=torch.long)
-        return lambda x, y: model(pixel_values=x, labels=y).loss, (images, labels)
-    if "LMHead" in name:
-        model.loss_type = "ForCausalLM"  # transformers cannot tell from the name
-    ids = torch.zeros(batch, length, dtype=torch.long)
-    extra = {} if "Masked" in name else {"use_cache": False}
-    return lambda ids, labels: model(input_ids=ids, labels=labels, **extra).loss, (ids, ids)
+    architecture = architectures(scale)[name]
+    model = _without_memory(lambda: architecture.build(dropout, **others))
+    loss, batch = architecture.loss_of(model), architecture.batch()
+    if not architecture.images:
+        batch["labels"] = batch["input_ids"]
+    return lambda *values: loss(**dict(zip(batch, values, strict=True))), tuple(batch.values())
 
 
 def _without_memory(build: Callable[[], Any]) -> Any:
@@ -155,16 +143,6 @@ def _without_memory(build: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         model: nn.Module = build()
     return model.to_empty(device="cpu").train()
-
-
-def _sizes(width: int, mlp_width: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": mlp_width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **rest,
-    }
 
 
 _ROW: Sizes = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
@@ -175,13 +153,15 @@ _SMALL: Sizes = {
     "vocabulary": 4096,
     "length": 1024,
 }
-_QWEN3 = _sizes(1024, 3072, 28, 16, num_key_value_heads=8)
-_GEMMA3 = {
-    "config": "Gemma3TextConfig",
-    **_sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144),
-}
-_OLMO2 = _sizes(2048, 8192, 16, 16, vocab_size=100_352)
-_MISTRAL = _sizes(4096, 14_336, 8, 32, num_key_value_heads=8)
+_QWEN3 = Scale(151_936, 1024, 16, 3072, layers=28, batch=1, length=8192)
+_GEMMA3 = Scale(262_144, 1152, 4, 6912, layers=26, batch=1, length=4096)
+_OLMO2 = Scale(100_352, 2048, 16, 8192, layers=16, batch=1, length=4096)
+_MISTRAL = Scale(32_000, 4096, 32, 14_336, layers=8, batch=1, length=8192)
+_PHI = Scale(51_200, 2048, 32, 8192, layers=24, batch=2, length=2048)
+_GPT2 = Scale(50_257, 768, 12, layers=12, batch=4, length=1024)
+_BERT = Scale(30_522, 768, 12, layers=12, batch=16, length=512)
+_T5 = Scale(32_128, 512, 8, layers=6, batch=8, length=512)
+_VIT = Scale(width=768, heads=12, layers=12, image_edge=224, images=64)
 MODELS: dict[str, Recorded] = {
     "head": recorded(_head, 4096, 2048, 32_000),
     "mlps-1": recorded(_mlps, 4096, 1024, 4096, layers=1),
@@ -189,15 +169,17 @@ MODELS: dict[str, Recorded] = {
     **{f"llama-{n}": recorded(_llama, layers=n, **_ROW) for n in (8, 16, 32, 64)},
     "llama-1-small": recorded(_llama, layers=1, **_SMALL),
     "llama-16-autocast": recorded(_llama, layers=16, autocast=True, **_ROW),
-    "qwen3-28": recorded(_hf, "Qwen3ForCausalLM", 1, 8192, **_QWEN3),
-    "gemma3-26": recorded(_hf, "Gemma3ForCausalLM", 1, 4096, autocast=True, **_GEMMA3),
-    "olmo2-16": recorded(_hf, "Olmo2ForCausalLM", 1, 4096, autocast=True, **_OLMO2),
-    "mistral-8": recorded(_hf, "MistralForCausalLM", 1, 8192, **_MISTRAL),
-    "phi-24": recorded(_hf, "PhiForCausalLM", 2, 2048, **_sizes(2048, 8192, 24, 32)),
-    "gpt2-12": recorded(_hf, "GPT2LMHeadModel", 4, 1024),
-    "bert-12": recorded(_hf, "BertForMaskedLM", 16, 512),
-    "t5-6": recorded(_hf, "T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0),
-    "vit-12": recorded(_hf, "ViTForImageClassification", 64, 0),
+    "qwen3-28": recorded(_hf, "qwen3", _QWEN3, head_dim=128),
+    "gemma3-26": recorded(
+        _hf, "gemma3", _GEMMA3, autocast=True, num_key_value_heads=1, head_dim=256
+    ),
+    "olmo2-16": recorded(_hf, "olmo2", _OLMO2, autocast=True, num_key_value_heads=16),
+    "mistral-8": recorded(_hf, "mistral", _MISTRAL, num_key_value_heads=8),
+    "phi-24": recorded(_hf, "phi", _PHI),
+    "gpt2-12": recorded(_hf, "gpt2", _GPT2, dropout=0.1),
+    "bert-12": recorded(_hf, "bert", _BERT, dropout=0.1, max_position_embeddings=512),
+    "t5-6": recorded(_hf, "t5", _T5, dropout=0.1),
+    "vit-12": recorded(_hf, "vit", _VIT, patch_size=16, num_labels=2),
 }
 
 if __name__ == "__main__":

@@ -225,7 +225,8 @@ class Row:
 
     Attributes:
         value_error, gradient_error: largest relative errors against the first contender.
-        simulated_bytes: the peak in mst's report; None for other backends.
+        simulated_bytes, saved_bytes: the peak, and what is saved for backward, in mst's report;
+            None for other backends.
         estimated: the time relative to the step without loops, by mst's report.
         plan: mst's loops, as text.
         axes: what each of them runs along, as text.
@@ -239,6 +240,7 @@ class Row:
     first_call_s: float | None = None
     peak_bytes: int | None = None
     simulated_bytes: int | None = None
+    saved_bytes: int | None = None
     estimated: float | None = None
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
@@ -255,6 +257,7 @@ def write_plan(row: Row, reports: Sequence[mstpass.Report]) -> None:
     row.plan, row.axes = plan_text(reports), axes_text(reports)
     if len(reports) == 1:
         row.simulated_bytes, extra_time = reports[0].peak_bytes, reports[0].extra_time
+        row.saved_bytes = reports[0].saved_bytes
         row.estimated = None if extra_time is None else 1 + extra_time
 
 

@@ -29,6 +29,7 @@ import mstpass
 from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST, error_text
 from mstpass.bench.harness import Arguments, Benchmark, advancing
+from mstpass.bench.huggingface import Architecture, Scale, architectures
 from mstpass.bench.results import Result, Table, Target, plan_text
 from mstpass.errors import MissingPackageError, require
 from mstpass.measure import Timing, peak_bytes
@@ -53,29 +54,16 @@ def tokenizer(vocabulary: int) -> Any:
 
 
 def config(vocabulary: int, width: int = 32, layers: int = 1, **rest: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-        **rest,
-    )
+    return _of_llama(vocabulary, width, layers).configuration(num_key_value_heads=2, **rest)
 
 
 def llama(vocabulary: int, width: int = 32, layers: int = 1) -> Any:
     """A Llama of random weights, the same ones each time."""
-    from transformers import LlamaForCausalLM
+    return _of_llama(vocabulary, width, layers).build(num_key_value_heads=2)
 
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config(vocabulary, width, layers))
+
+def _of_llama(vocabulary: int, width: int, layers: int) -> Architecture:
+    return architectures(Scale(vocabulary, width, 2, 2 * width, layers=layers))["llama"]
 
 
 def text(words: int, vocabulary: int, seed: int) -> str:

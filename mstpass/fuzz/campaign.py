@@ -6,14 +6,10 @@ on behind the cases that the file has.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import select
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +19,7 @@ from typing import Any
 
 Result = dict[str, Any]
 _CASES_OF_A_WORKER = 200  # Dynamo and AOTAutograd keep something of every compilation
-_REDUCING_S = 1800.0
+_REDUCING_S, _LEAVING_S = 1800.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Campaign:
     def run(self, numbers: Iterable[int], jobs: int, done: Callable[[Result], None]) -> None:
         """Run the cases that have no result yet; ``done`` gets each result, one at a time."""
         known = self.known()
-        left = _Shared(number for number in numbers if number not in known)
+        left: Iterator[int] = (number for number in numbers if number not in known)
         lock = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         left_open = self.results_file.exists() and not self.results_file.read_bytes().endswith(
@@ -71,6 +67,10 @@ class Campaign:
             if left_open:
                 file.write("\n")
 
+            def take() -> int | None:
+                with lock:
+                    return next(left, None)
+
             def keep(result: Result) -> None:
                 with lock:
                     file.write(json.dumps(result) + "\n")
@@ -79,49 +79,38 @@ class Campaign:
 
             with ThreadPoolExecutor(jobs) as pool:
                 try:
-                    for finished in [pool.submit(self._drive, left, keep) for _ in range(jobs)]:
+                    for finished in [pool.submit(self._drive, take, keep) for _ in range(jobs)]:
                         finished.result()
                 except BaseException:
-                    left.close()
+                    with lock:
+                        left = iter(())
                     raise
 
     def reduced(self, number: int) -> Result:
         """The smallest case that fails as this one does, and its test; kept in a file as well."""
         with _Worker(self.kind, self.seed) as worker:
-            answer = worker.ask(f"reduce {number}", _REDUCING_S)
+            answer = worker.ask("reduce", number, _REDUCING_S)
         if "test" in answer:
             path = self.folder / f"{self.kind}-{self.seed}-{number}.py"
             path.write_text(answer["test"], encoding="utf-8")
         return answer
 
-    def _drive(self, numbers: Iterator[int], keep: Callable[[Result], None]) -> None:
+    def _drive(self, take: Callable[[], int | None], keep: Callable[[Result], None]) -> None:
         """Give one worker after the other cases to run, until none is left."""
-        for number in numbers:
-            batch = itertools.islice(numbers, _CASES_OF_A_WORKER - 1)
+        for first in iter(take, None):
+            batch = itertools.islice(iter(take, None), _CASES_OF_A_WORKER - 1)
             with _Worker(self.kind, self.seed) as worker:
-                for next_number in itertools.chain((number,), batch):
-                    answer = worker.ask(f"check {next_number}", self.case_s)
-                    keep({"number": next_number, **answer})
+                for number in itertools.chain((first,), batch):
+                    answer = worker.ask("check", number, self.case_s)
+                    keep({"number": number, **answer})
                     if not worker.alive:
                         break
 
 
-class _Shared:
-    """An iterator that several threads may read, and one may close."""
+def _serve(*given: Any) -> None:
+    from mstpass.fuzz.worker import serve  # it imports torch, which takes seconds
 
-    def __init__(self, values: Iterable[int]):
-        self._values, self._lock = iter(values), threading.Lock()
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        with self._lock:
-            return next(self._values)
-
-    def close(self) -> None:
-        with self._lock:
-            self._values = iter(())
+    serve(*given)
 
 
 class _Worker:
@@ -130,50 +119,34 @@ class _Worker:
     def __init__(self, kind: str, seed: int):
         # Torch's partitioner writes a file where a cut fails.
         self._scratch = tempfile.TemporaryDirectory(prefix="mstpass-fuzz-")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mstpass.fuzz.worker", kind, str(seed)],
-            cwd=self._scratch.name,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # an interrupt is the campaign's to handle
-        )
+        spawn = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
+        self._answers, given = spawn.Pipe()
+        args = given, kind, seed, self._scratch.name
+        self._process = spawn.Process(target=_serve, args=args, daemon=True)
+        self._process.start()
+        given.close()
         self.alive = True
 
-    def ask(self, request: str, limit_s: float) -> Result:
+    def ask(self, command: str, number: int, limit_s: float) -> Result:
         """The answer; a failure if the process ends or takes too long, and then it is ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None, (
-            "both are pipes"
-        )
-        try:
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-            ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
-            line = self._process.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            ready, line = [self._process.stdout], ""
-        if line:
-            return json.loads(line)
-        self._end()
         failure = {"kind": "hung", "text": f"took more than {limit_s:.0f} s"}
-        if ready:
-            failure = {"kind": "died", "text": f"ended the process ({self._process.returncode})"}
-        return {"status": "failed", "failures": [failure]}
-
-    def _end(self) -> None:
-        self.alive = False
+        try:
+            self._answers.send((command, number))
+            if self._answers.poll(limit_s):
+                answer: Result = self._answers.recv()
+                return answer
+        except (EOFError, OSError):
+            self._process.join()
+            failure = {"kind": "died", "text": f"ended the process ({self._process.exitcode})"}
         self._process.kill()
-        self._process.wait()
+        self.alive = False
+        return {"status": "failed", "failures": [failure]}
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._answers.close()  # one that waits for a request ends then
+        self._process.join(_LEAVING_S)
+        self._process.kill()
         self._scratch.cleanup()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()

@@ -43,14 +43,20 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def choice(*values: Any) -> Any:
-    """A field that has one of some values, the plainest first."""
-    return dataclasses.field(default=values[0], metadata={"values": values})
+def choice(*values: Any, plain: float = 0.0, rare: Sequence[Any] = ()) -> Any:
+    """A field that has one of some values, the plainest first.
+
+    Args:
+        plain: the share of cases in which it has the plainest; else all values alike.
+        rare: values that end most of a case's interest: four of five are drawn again.
+    """
+    given = {"values": values, "plain": plain, "rare": rare}
+    return dataclasses.field(default=values[0], metadata=given)
 
 
-def several(*values: str, most: int = 2) -> Any:
-    """A field that has a few of some values, in any order."""
-    return dataclasses.field(default=(), metadata={"items": values, "most": most})
+def several(*values: str, most: int = 2, plain: float = 0.0) -> Any:
+    """A field that has a few of some values, in any order; ``plain`` as for `choice`."""
+    return dataclasses.field(default=(), metadata={"items": values, "most": most, "plain": plain})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +69,18 @@ class Layer:
         same: the layer has the parameters of the nearest layer before it that could be its equal.
     """
 
-    kind: str = choice(*KINDS)
+    kind: str = choice(*KINDS, plain=0.45)
     variant: int = choice(*range(max(map(len, KINDS.values()))))
-    norm: str = choice(*templates.NORMS)
+    norm: str = choice(*templates.NORMS, rare=("batch", "group"))
     residual: str = choice(*RESIDUALS)
     act: str = choice(*templates.ACTS)
-    width: int = choice(64, 24, 48, 96, 37, 97, 601)
+    width: int = choice(64, 24, 48, 96, 37, 97, 601, rare=(24, 601))
     bias: bool = choice(False, True)
-    ops: tuple[str, ...] = several(*templates.OPS)
-    dropout: float = choice(0.0, 0.1, 0.5)
-    frozen: bool = choice(False, True)
-    same: bool = choice(False, True)
-    checkpoint: str = choice(*CHECKPOINTS)
+    ops: tuple[str, ...] = several(*templates.OPS, plain=0.6)
+    dropout: float = choice(0.0, 0.1, 0.5, plain=0.75)
+    frozen: bool = choice(False, True, plain=0.75)
+    same: bool = choice(False, True, plain=0.8)
+    checkpoint: str = choice(*CHECKPOINTS, plain=0.7)
 
     @property
     def form(self) -> str:
@@ -100,23 +106,25 @@ class Case:
     layers: tuple[Layer, ...] = dataclasses.field(
         default=(), metadata={"records": Layer, "most": 3}
     )
-    source: str = choice(*templates.SOURCES)
-    final_norm: str = choice(*templates.NORMS)
-    head: str = choice(*HEADS)
-    logit_ops: tuple[str, ...] = several(*templates.LOGIT_OPS)
-    shift: str = choice(*SHIFTS)
-    loss: str = choice(*templates.LOSSES)
-    extras: tuple[str, ...] = several(*templates.EXTRAS, most=3)
-    mutations: tuple[str, ...] = several(*templates.MUTATIONS)
-    frozen: str = choice("none", "head", "all_but_head", "norms", "biases")
-    checkpoint: str = choice("none", "body", "head", "all", "nested")
-    batch: int = choice(2, 1, 3, 4, 7, 0)
-    length: int = choice(8, 1, 2, 5, 13, 16, 17, 31, 64, 300, 0)
+    source: str = choice(*templates.SOURCES, rare=("plain_hidden",))
+    final_norm: str = choice(*templates.NORMS, rare=("batch", "group"))
+    head: str = choice(*HEADS, plain=0.3)
+    logit_ops: tuple[str, ...] = several(*templates.LOGIT_OPS, plain=0.5)
+    shift: str = choice(*SHIFTS, plain=0.3)
+    loss: str = choice(*templates.LOSSES, plain=0.15, rare=("none", "ignore_all"))
+    extras: tuple[str, ...] = several(*templates.EXTRAS, most=3, plain=0.5)
+    mutations: tuple[str, ...] = several(*templates.MUTATIONS, plain=0.9)
+    frozen: str = choice(
+        "none", "head", "all_but_head", "norms", "biases", plain=0.75, rare=("head", "all_but_head")
+    )
+    checkpoint: str = choice("none", "body", "head", "all", "nested", plain=0.7)
+    batch: int = choice(2, 1, 3, 4, 7, 0, rare=(0,))
+    length: int = choice(8, 1, 2, 5, 13, 16, 17, 31, 64, 300, 0, rare=(0, 1, 2, 300))
     features: int = choice(16, 8, 12, 24)
-    vocabulary: int = choice(64, 50, 97, 128, 600, 2, 601)
-    dtype: str = choice("float32", "bfloat16", "float64")
-    autocast: bool = choice(False, True)
-    dynamic: str = choice("no", "length", "batch", "both", "all")
+    vocabulary: int = choice(64, 50, 97, 128, 600, 2, 601, rare=(2, 600, 601))
+    dtype: str = choice("float32", "bfloat16", "float64", plain=0.7)
+    autocast: bool = choice(False, True, plain=0.85)
+    dynamic: str = choice("no", "length", "batch", "both", "all", plain=0.75)
     again: tuple[tuple[int, int], ...] = choice(
         ((3, 11),),
         ((1, 7),),
@@ -126,9 +134,11 @@ class Case:
         ((3, 11), (4, 70), (2, 5)),
         ((2, 300), (6, 20), (7, 9)),
     )
-    memory_budget: str | float = choice("auto", 0.0, 0.5, 0.2, 0.8, 1.0, "free")
-    chunk_tokens: int | None = choice(None, 4, 1, 3, 7, 16, 64, 1000)
-    forced: bool = choice(True, False)
+    memory_budget: str | float = choice("auto", 0.0, 0.5, 0.2, 0.8, 1.0, "free", plain=0.3)
+    chunk_tokens: int | None = choice(
+        None, 4, 1, 3, 7, 16, 64, 1000, plain=0.1, rare=(None, 64, 1000)
+    )
+    forced: bool = choice(True, False, plain=0.8)
     solver: str = choice(
         "auto",
         "peak_search",
@@ -138,14 +148,15 @@ class Case:
         "greedy",
         "save_all",
         "recompute_all",
+        plain=0.7,
     )
-    reconstruct: str = choice("exact", "tolerant", "off")
-    accumulate: str = choice("auto", "float32", "input")
-    logits: str = choice("keep", "drop")
-    chunk: str = choice("auto", "off", "tokens", "heads", "blocks")
-    budgets: bool = choice(False, True)
-    lowered: bool = choice(False, True)
-    variants: tuple[str, ...] = several(*VARIANTS, most=5)
+    reconstruct: str = choice("exact", "tolerant", "off", plain=0.6)
+    accumulate: str = choice("auto", "float32", "input", plain=0.75)
+    logits: str = choice("keep", "drop", plain=0.85)
+    chunk: str = choice("auto", "off", "tokens", "heads", "blocks", plain=0.97)
+    budgets: bool = choice(False, True, plain=0.7)
+    lowered: bool = choice(False, True, plain=0.6)
+    variants: tuple[str, ...] = several(*VARIANTS, most=5, plain=0.1)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -227,46 +238,6 @@ def _with_tuples(value: Any) -> Any:
 
 
 # ---- draw ----------------------------------------------------------------------------------------
-_PLAIN = {  # the share of cases in which a field has its plainest value; else all values alike
-    "dropout": 0.75,
-    "frozen": 0.75,
-    "same": 0.8,
-    "checkpoint": 0.7,
-    "dtype": 0.7,
-    "autocast": 0.85,
-    "dynamic": 0.75,
-    "solver": 0.7,
-    "reconstruct": 0.6,
-    "accumulate": 0.75,
-    "logits": 0.85,
-    "chunk": 0.97,
-    "memory_budget": 0.3,
-    "budgets": 0.7,
-    "lowered": 0.6,
-    "variants": 0.1,
-    "chunk_tokens": 0.1,
-    "forced": 0.8,
-    "loss": 0.15,
-    "shift": 0.3,
-    "kind": 0.45,
-    "head": 0.3,
-    "ops": 0.6,
-    "logit_ops": 0.5,
-    "extras": 0.5,
-    "mutations": 0.9,
-}
-_RARE = {  # values that end most of a case's interest: four of five are drawn again
-    "batch": (0,),
-    "length": (0, 1, 2, 300),
-    "vocabulary": (2, 600, 601),
-    "loss": ("none", "ignore_all"),
-    "norm": ("batch", "group"),
-    "final_norm": ("batch", "group"),
-    "frozen": ("head", "all_but_head"),
-    "source": ("plain_hidden",),
-    "chunk_tokens": (None, 64, 1000),
-    "width": (24, 601),
-}
 _AGAIN = 0.8
 _LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced
 _COUNTS = (1, 1, 1, 2, 2, 3, 0)  # layers
@@ -289,12 +260,12 @@ def _value(random: Random, field: dataclasses.Field[Any]) -> Any:
     given = field.metadata
     if "records" in given:
         return tuple(_record(random, given["records"]) for _ in range(random.choice(_COUNTS)))
-    if random.random() < _PLAIN.get(field.name, 0.0):
+    if random.random() < given.get("plain", 0.0):
         return field.default
     if "items" in given:
         return tuple(random.sample(given["items"], random.randint(1, given["most"])))
     value = random.choice(given["values"])
-    if value in _RARE.get(field.name, ()) and random.random() < _AGAIN:
+    if value in given["rare"] and random.random() < _AGAIN:
         return random.choice(given["values"])
     return value
 

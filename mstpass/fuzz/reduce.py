@@ -18,12 +18,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mstpass.fuzz.campaign import Result
 from mstpass.fuzz.case import CALL, Case
 from mstpass.fuzz.checks import FAST
 from mstpass.fuzz.plans import Failure
 from mstpass.fuzz.render import source
 
+Result = dict[str, Any]  # of a case, in a campaign
 Fails = Callable[[Case], bool]
 
 

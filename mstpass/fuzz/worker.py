@@ -1,18 +1,17 @@
-"""One process that runs cases, one after the other: ``python -m mstpass.fuzz.worker KIND SEED``.
+"""One process that runs cases, one after the other.
 
-It reads a request a line, ``check NUMBER`` or ``reduce NUMBER``, and answers with a line of JSON. A
+It gets requests, ``("check", number)`` or ``("reduce", number)``, and answers each with a result. A
 case that ends the process, or never ends, ends only this one; campaign.py starts another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
-import sys
-from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -26,20 +25,23 @@ from mstpass.fuzz.reduce import as_test, reduce, signature
 _NEW_OBJECTS = 50_000  # that Python's garbage collector waits for; a case makes millions
 
 
-def main(argv: Sequence[str]) -> None:
-    kind, seed = argv[0], int(argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints is no answer
+def serve(requests: Connection, kind: str, seed: int, scratch: str) -> None:
+    """Answer requests until there are no more; what cases write goes to the folder ``scratch``."""
+    os.setsid()  # an interrupt is the campaign's to handle
+    os.chdir(scratch)
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # what a case prints is no answer
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     gc.collect()
     gc.freeze()  # what torch holds is not looked through at every collection
     gc.set_threshold(_NEW_OBJECTS, 20, 50)
-    for line in sys.stdin:
-        command, number = line.split()
-        run = {"check": _check, "reduce": _reduce}[command]
-        answer = with_deep_stack(run, draw(seed, int(number)), kind)
-        print(json.dumps({"number": int(number), **answer}), file=answers, flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            command, number = requests.recv()
+            run = {"check": _check, "reduce": _reduce}[command]
+            answer = with_deep_stack(run, draw(seed, number), kind)
+            requests.send({"number": number, **answer})
 
 
 def _check(case: Case, kind: str) -> dict[str, Any]:
@@ -63,7 +65,3 @@ def _reduce(case: Case, kind: str) -> dict[str, Any]:
     smallest = reduce(case, fails)
     checked: Checked = check_case(smallest, kind)
     return {"case": to_json(smallest), "test": as_test(smallest, kind, checked.failures)}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,15 +3,15 @@
 joint.py, builder.py          a graph read, and a graph built node by node
 op_table.py, ops.py           what is known about each op: its row in op_rows/; token_rules/,
                               linearity.py: the rules that rows refer to
-tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
+tokens.py                     token dims
 attention.py                  what attention's operands and results hold: heads, rows of queries
-heads.py, axes.py             dims of heads; the axes along which loops cut values
+heads.py, axes.py             dims of heads; the axes of loops, and a node for one chunk
 sizes.py                      symbolic sizes
-products.py, attention_work.py, loop_work.py, traffic.py    products, attention, loops and traffic
+loop_work.py, call_work.py    products and loops; attention, collectives, traffic
 node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
-recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user
-loop_op.py, materialization.py   the two ops that the passes add to a graph
-source_location.py, module_path.py    the user's lines and modules
-node_copies.py, node_meta.py, graph_text.py    names and metadata
+recompute_rules.py            what backward may recompute: by op, by the user
+loop_op.py, own_ops.py        the ops that the passes add to a graph
+source_location.py            the user's lines and modules
+node_meta.py, graph_text.py   names and metadata
 """

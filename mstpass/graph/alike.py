@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.joint import JointGraph, tensors_of
+from mstpass.graph.recompute_rules import policies_of
 
 
 class Alike:

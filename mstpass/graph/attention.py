@@ -18,6 +18,18 @@ Attention without a mask is called as the op of graph/attention_rows.py, which i
 the first row, so that causal attention computes no more than the whole does. Its rows are those of
 all sequences, one after the other: the tokens of a batch. The gradients of keys and values are
 complete after all rows.
+
+FlexAttention is two higher-order ops, whose scores and masks are subgraphs::
+
+    out, logsumexp, max_scores = flex_attention(q, k, v, score_mod, block_mask, scale, options,
+                                                score_mod_buffers, mask_mod_buffers)
+    dq, dk, dv, d_buffers = flex_attention_backward(q, k, v, out, logsumexp, d_out, d_logsumexp,
+                                                    score_mod, joint_score_mod, block_mask, ...)
+
+``block_mask`` has lengths, tensors ``[B, heads or 1, ...]`` and, last, the mask as a subgraph. The
+subgraphs are called with the score (but for masks), the batch, the head, the row and the column.
+Both ops draw no random numbers and write to nothing but their results, so they may run twice.
+Source: torch/_higher_order_ops/flex_attention.py.
 """
 
 from __future__ import annotations
@@ -27,15 +39,79 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from mstpass.graph import flex_attention, ops
+from mstpass.graph import ops
 from mstpass.graph.advice import NO_ATTENTION_DROPOUT, NO_MASK, OWN_LOOPS
-from mstpass.graph.joint import numel, tensors_of
+from mstpass.graph.joint import numel, tensors_of, value_of
+from mstpass.graph.op_rows.row import FlexArguments
 from mstpass.graph.sizes import generic_shape, same_shape
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, has_argument, shape_of, tensor_inputs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.torch_internals.attention_blocks import is_fused
 
+OUTPUT = 3  # the position of the output among the arguments of the backward
+# The position of the head among the inputs of a subgraph.
+_HEAD_OF_SCORE, _HEAD_OF_MASK = 2, 1
+
+
+def is_flex(node: fx.Node) -> bool:
+    """Whether the node is a FlexAttention, forward or backward."""
+    attention = ops.attention_of(node)
+    return attention is not None and attention.flex is not None
+
+
+def is_flex_subgraph(node: fx.Node) -> bool:
+    """Whether the node is a subgraph that FlexAttention alone calls."""
+    return node.op == "get_attr" and all(map(is_flex, node.users))
+
+
+def _positions(node: fx.Node) -> FlexArguments:
+    """Where a FlexAttention has its arguments."""
+    attention = ops.attention_of(node)
+    assert attention is not None and attention.flex is not None, "the op is FlexAttention"
+    return attention.flex
+
+
+def operands_with_heads(node: fx.Node) -> list[fx.Node]:
+    """The operands ``[B, heads, ...]`` of a call, but for the tensors of its block mask."""
+    operands = node.args[: _positions(node).operands]
+    return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def masks_by_head(node: fx.Node) -> list[fx.Node]:
+    """The tensors ``[B, heads, ...]`` of a call's block mask; most have 1 in place of the heads."""
+    mask: Any = node.args[_positions(node).mask]
+    tensors = [n for n in mask if isinstance(n, fx.Node) and value_of(n) is not None]
+    return [n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1]
+
+
+def depends_on_head(node: fx.Node) -> bool:
+    """Whether a call's scores or masks are other ones for other heads."""
+    at = _positions(node)
+    mask: Any = node.args[at.mask]
+    scores = [(node.args[position], _HEAD_OF_SCORE) for position in at.scores]
+    return any(
+        _reads_input(graph, number) for graph, number in (*scores, (mask[-1], _HEAD_OF_MASK))
+    )
+
+
+def gradients_of_buffers(node: fx.Node) -> bool:
+    """Whether a call returns gradients of what its scores are changed by."""
+    attention = ops.attention_of(node)
+    is_backward = attention is not None and attention.backward
+    return is_backward and any(True for _ in tensors_of(node.meta["val"][3]))
+
+
+def _reads_input(subgraph: Any, number: int) -> bool:
+    """Whether a subgraph reads its input of this number; one that is not in the graph may."""
+    if not isinstance(subgraph, fx.Node):
+        return True
+    module: Any = getattr(subgraph.graph.owning_module, str(subgraph.target))
+    inputs = module.graph.find_nodes(op="placeholder")
+    return bool(inputs[number].users)
+
+
+# ---- FlexAttention -------------------------------------------------------------------------------
 ROWS = 2  # the dim of rows, of all values but masks: there it is the last but one
 DROPOUT = NO_ATTENTION_DROPOUT(
     "dropout in attention: a group of heads cannot draw only its own random numbers"
@@ -98,8 +174,7 @@ def forward_of(node: fx.Node) -> fx.Node:
     """The fused attention op to which a node belongs, of which it may be the backward."""
     if not is_backward(node):
         return node
-    is_flex = flex_attention.is_flex(node)
-    result = node.args[flex_attention.OUTPUT] if is_flex else argument(node, "out")
+    result = node.args[OUTPUT] if is_flex(node) else argument(node, "out")
     assert isinstance(result, fx.Node), "the result is a node"
     return result.all_input_nodes[0]
 
@@ -121,7 +196,7 @@ def mask_of(node: fx.Node) -> fx.Node | None:
 
 def shares_keys(node: fx.Node) -> bool:
     """Whether the node is an attention in which several queries of a token have the same keys."""
-    if not is_attention(node) or is_backward(node) or flex_attention.is_flex(node):
+    if not is_attention(node) or is_backward(node) or is_flex(node):
         return False
     return 2 * numel(argument(node, "key")) <= numel(argument(node, "query"))
 
@@ -129,8 +204,8 @@ def shares_keys(node: fx.Node) -> bool:
 # ---- operands and results ------------------------------------------------------------------------
 def operands_of(node: fx.Node) -> dict[fx.Node, Held]:
     """What each operand of an attention holds; operands that hold neither are left out."""
-    if flex_attention.is_flex(node):
-        operands = flex_attention.operands_with_heads(node), flex_attention.masks_by_head(node)
+    if is_flex(node):
+        operands = operands_with_heads(node), masks_by_head(node)
         return dict.fromkeys((n for each in operands for n in each), Held(heads_dim(node), None))
     return {
         operand: Held(
@@ -198,7 +273,7 @@ def operand_rows(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         held = held_by_item(node)
         by_row = held is not None and held.rows is not None
         return {node.all_input_nodes[0]: spec} if by_row else Refusal(OTHER_RESULT)
-    if flex_attention.is_flex(node):
+    if is_flex(node):
         return Refusal(OTHER_KERNEL)
     if argument(node, "dropout_p") != 0:
         return Refusal(DROPOUT)

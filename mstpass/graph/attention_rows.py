@@ -1,8 +1,8 @@
 """Attention of some rows of queries, told by the number of the first one, to keys that are whole.
 
-    mstpass::attend_rows(query, key, value, mask, start, length, causal, left, right, scale)
+    mstpass::attend_rows(query, key, value, start, length, causal, scale)
                                                         -> result, logarithms of sums
-    mstpass::attend_rows_backward(grad_out, query, key, value, out, logsumexp, mask, start, ...)
+    mstpass::attend_rows_backward(grad_out, query, key, value, out, logsumexp, start, ...)
                                                         -> gradients of query, key, value
     mstpass::add_attend_rows_backward_(of_key, of_value, grad_out, query, ...)
                                                         -> gradient of query; adds the others
@@ -12,18 +12,17 @@ of all sequences are numbered one after the other. The c rows from ``start`` on:
 
     query, out, gradients of both   [1, H, c, D]
     logarithms of sums              [1, H, c], or [1, H, c, 1] as a ``column``, which cuDNN's are
-    mask                            [1, H or 1, c, T], added to the scores; or None
     key, value, gradients of both   [B, K, T, D], where K divides H: grouped queries
 
 ``start`` is on the host, so that a loop on a GPU is not waited for, and an argument of the op, so
 that nothing outside of it depends on the number of keys that the rows see. Causal attention reads
-the keys up to its last row, attention with a window those of its rows' windows: no score is
-computed that the whole attention leaves out. Chunks of c rows begin at multiples of c; where
-``overlaps``, the last one may begin before, and its rows that another chunk has as well add nothing
-to the gradients of keys and values. Causal attention is that to the earlier keys and that to the
-rows' own, whose results are merged by their log-sums; with the log-sum and the result of both, the
-backward of each block of keys (``keys_of_block``) gives an exact part of the gradients. What the
-rows add to the gradients of keys and values is zero where they see no key.
+the keys up to its last row: no score is computed that the whole attention leaves out. Chunks of c
+rows begin at multiples of c; where ``overlaps``, the last one may begin before, and its rows that
+another chunk has as well add nothing to the gradients of keys and values. Causal attention is that
+to the earlier keys and that to the rows' own, whose results are merged by their log-sums; with the
+log-sum and the result of both, the backward of each block of keys (``keys_of_block``) gives an
+exact part of the gradients. What the rows add to the gradients of keys and values is zero where
+they see no key.
 
 A causal kernel is called for as many queries as keys alone, as torch's kernels align the mask of
 others at different corners. Nor is a kernel called without keys: torch 2.13's divides by zero.
@@ -37,12 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mstpass.torch_internals.attention_blocks import (
-    Window,
-    attend_block,
-    gradients_of_block,
-    takes_window,
-)
+from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
 from mstpass.torch_internals.graphs import own_op
 
 # Of the backward, in a block that all rows see: at least so many, and so many for each row. The
@@ -50,26 +44,17 @@ from mstpass.torch_internals.graphs import own_op
 # queries is added up in memory.
 KEYS, KEYS_OF_ROW = 2048, 4
 
-_HOW = (
-    "Tensor? attn_mask, SymInt start, SymInt length, bool is_causal, SymInt left, SymInt right, "
-    "float scale"
-)
+_HOW = "SymInt start, SymInt length, bool is_causal, float scale"
 _SAVED = "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp"
 _BACKWARD = f"{_SAVED}, {_HOW}, bool overlaps"
 
 
 class _Block(NamedTuple):
-    """Keys that rows see: all of them, those up to the row, or those of a mask or a window."""
+    """Keys that rows see: all of them, or those up to the row."""
 
     first: int
     end: int
     causal: bool = False
-    mask: Tensor | None = None
-    window: Window | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return not self.causal and self.mask is None and self.window is None
 
 
 class _How(NamedTuple):
@@ -78,13 +63,7 @@ class _How(NamedTuple):
     start: int
     length: int
     causal: bool
-    left: int
-    right: int
     scale: float
-
-    @property
-    def window(self) -> Window:
-        return self.left, self.right
 
 
 class _Rows(NamedTuple):
@@ -106,48 +85,21 @@ def _rows_of_sequences(start: int, rows: int, length: int, split: int = 0) -> It
         here += count
 
 
-def _blocks(
-    rows: _Rows,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    how: _How,
-    most: int | None = None,
-) -> list[_Block]:
+def _blocks(rows: _Rows, keys: int, causal: bool, most: int | None = None) -> list[_Block]:
     """The blocks of keys that the rows of one sequence see.
 
     Args:
         most: keys of a block that all rows see; None: any number.
     """
-    keys = key.shape[2]
-    if mask is not None:
-        return [_Block(0, keys, mask=mask[:, :, rows.in_chunk])]
-    left, right = how.window
-    if left >= 0:
-        first, end = max(0, rows.first - left), min(keys, rows.end + right)
-        if takes_window(query, key, value) and end == rows.end + right:
-            return [_Block(first, end, window=how.window)]
-        return [_Block(first, end, mask=_band(query, rows, first, end, how.window))]
-    full = rows.first if how.causal else keys
+    full = rows.first if causal else keys
     most = most or max(1, full)
     found = [_Block(first, min(first + most, full)) for first in range(0, full, most)]
-    return [*found, _Block(rows.first, rows.end, causal=True)] if how.causal else found
+    return [*found, _Block(rows.first, rows.end, causal=True)] if causal else found
 
 
 def keys_of_block(rows: int) -> int:
     """The keys of a block in the backward of a chunk of so many rows."""
     return max(KEYS, KEYS_OF_ROW * rows)
-
-
-def _band(query: Tensor, rows: _Rows, first: int, end: int, window: Window) -> Tensor:
-    """The mask of a window."""
-    row = torch.arange(rows.first, rows.end, device=query.device)[:, None]
-    column = torch.arange(first, end, device=query.device)
-    left, right = window
-    seen = (column >= row - left) & (column <= row + right)
-    mask = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    return mask[None, None]
 
 
 def _folded(x: Tensor, heads: int) -> Tensor:
@@ -159,7 +111,6 @@ def _attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     how, column = _How(*arguments[:-1]), arguments[-1]
@@ -168,7 +119,7 @@ def _attend_rows(
         own = slice(rows.sequence, rows.sequence + 1)
         k, v, q = key[own], value[own], query[:, :, rows.in_chunk]
         out, log_sum = None, None
-        for block in _blocks(rows, q, k, v, mask, how):
+        for block in _blocks(rows, key.shape[2], how.causal):
             part, its_log_sum = _attend(q, k, v, block, how.scale)
             if out is None or log_sum is None:
                 out, log_sum = part, its_log_sum
@@ -187,10 +138,9 @@ def _attend(
     q: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float
 ) -> tuple[Tensor, Tensor]:
     k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
-    how = block.causal, scale, block.mask, block.window
-    if not block.is_full:
-        return attend_block(q, k, v, *how)
-    out, log_sum = attend_block(_folded(q, k.shape[1]), k, v, *how)
+    if block.causal:
+        return attend_block(q, k, v, True, scale)
+    out, log_sum = attend_block(_folded(q, k.shape[1]), k, v, False, scale)
     return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
 
 
@@ -216,7 +166,6 @@ def _add_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    mask: Tensor | None,
     *arguments: Any,
 ) -> Tensor:
     how, overlaps = _How(*arguments[:-1]), arguments[-1]
@@ -228,7 +177,7 @@ def _add_backward(
         k, v = key[own], value[own]
         grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
         log_sum, of_query = logsumexp[:, :, here], None
-        for block in _blocks(rows, q, k, v, mask, how, most):
+        for block in _blocks(rows, key.shape[2], how.causal, most):
             of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, how.scale)
             if here.start >= counted:
                 of_key[own, :, block.first : block.end] += of_k
@@ -251,12 +200,11 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
-    how = block.causal, scale, block.mask, block.window
-    if not block.is_full:
+    if block.causal:
         # the kernels read the log-sums of all rows in one run
-        return gradients_of_block(grad, q, k, v, out, log_sum.contiguous(), *how)
+        return gradients_of_block(grad, q, k, v, out, log_sum.contiguous(), True, scale)
     grad, folded, out, log_sum = (_folded(x, k.shape[1]) for x in (grad, q, out, log_sum))
-    of_q, of_k, of_v = gradients_of_block(grad, folded, k, v, out, log_sum, *how)
+    of_q, of_k, of_v = gradients_of_block(grad, folded, k, v, out, log_sum, False, scale)
     return of_q.reshape(q.shape), of_k, of_v
 
 

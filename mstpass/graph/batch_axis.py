@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from torch import fx
 
-from mstpass.graph import flex_attention
 from mstpass.graph.advice import ROWWISE
-from mstpass.graph.attention import Held
+from mstpass.graph.attention import Held, is_flex
 from mstpass.graph.heads import HeadAxis
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import Reduced, Refusal, Spec
@@ -41,7 +40,7 @@ class BatchAxis(HeadAxis):
         return _of_rows(super().operand_specs(node, spec))
 
     def attention_operands(self, node: fx.Node) -> OperandSpecs | Refusal:
-        if flex_attention.is_flex(node):
+        if is_flex(node):
             return Refusal(BLOCK_MASK)
         return super().attention_operands(node)
 

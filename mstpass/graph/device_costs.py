@@ -21,64 +21,21 @@ import platform
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 
 from mstpass import gpus
 from mstpass.errors import UserError
-from mstpass.graph.attention_work import AttentionWork
-from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.graph.gpu_costs import GpuCosts
-from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
-from mstpass.graph.products import Product
 from mstpass.plain_data import MOST_CONFIG_BYTES, decoded, read_json, replace_text
 
 GOOD = 1.05  # limit of a loop's time relative to the computation in one piece, if there is a choice
 _PATH_VARIABLE = "MSTPASS_COSTS"
 
 
-class Costs(Protocol):
-    """The costs of one device.
-
-    Attributes:
-        grain: lengths of chunks are multiples of it.
-        tolerable: the limit of a loop's products, relative to those in one piece.
-    """
-
-    grain: ClassVar[int]
-    tolerable: ClassVar[float]
-
-    def rate(self, dtype: torch.dtype) -> float:
-        """Operations per microsecond of large products."""
-
-    def product_us(self, product: Product) -> float: ...
-
-    def attention_us(self, work: AttentionWork, moved_bytes: float) -> float: ...
-
-    def exchange_us(self, work: ExchangeWork) -> float: ...
-
-    def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
-        """The time of other ops: by what they compute and move once they are fused (traffic.py)."""
-
-    def loop_us(self, work: LoopWork, rows: int) -> float:
-        """The time of a loop in chunks of ``rows`` tokens."""
-
-    def whole_us(self, work: LoopWork) -> float:
-        """The time of the same work in one piece."""
-
-    def relative_time(self, work: LoopWork, rows: int) -> float:
-        """The time of the loop for a token, relative to that in one piece."""
-
-    def slowdown(self, work: LoopWork, rows: int) -> float:
-        """The same for the products alone, without the time of the loop itself."""
-
-    def least_rows(self, work: LoopWork, limit: float) -> int:
-        """The fewest rows in a chunk with at most this relative time."""
-
-    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
-        """The same for the products alone."""
+Costs = MeasuredCosts | GpuCosts  # of one device
 
 
 # Measured 2026-11-20 (medians of three sweeps) on 2 cores of an AMD EPYC, fp32, torch 2.13.

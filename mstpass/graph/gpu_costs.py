@@ -6,7 +6,7 @@
     adding              =  bytes of the sum read and written / (ADDING * peak bandwidth)
     compute             =  waves * operations of a tile / rate of a multiprocessor
     exchange            =  bytes sent / (LINK * peak rate of the links), of ranks or of nodes
-    time of other ops   =  bytes that fused kernels move (traffic.py) / bandwidth
+    time of other ops   =  bytes that fused kernels move (call_work.py) / bandwidth
     time of a loop      =  chunks * max(time of a chunk on the GPU, time of the host for a chunk)
 
 A product's result is computed in *tiles* of at most 128 x 256 elements. A multiprocessor computes
@@ -41,10 +41,8 @@ from typing import ClassVar
 import torch
 
 from mstpass.gpus import TF32, Gpu
-from mstpass.graph.attention_work import AttentionWork
-from mstpass.graph.exchange_work import ExchangeWork
-from mstpass.graph.loop_work import LoopWork
-from mstpass.graph.products import Product
+from mstpass.graph.call_work import AttentionWork, ExchangeWork
+from mstpass.graph.loop_work import LoopWork, Product
 
 ATTAINABLE = 0.8  # of the peak rate, by large products; measured: 787 of 989 TFLOP/s
 BANDWIDTH = 0.81  # of the peak, by large kernels; measured: a copy, 2 * 1953 of 4800 GB/s
@@ -87,9 +85,11 @@ _LEAST_SPLIT_DEPTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class GpuCosts:
-    """The estimated costs of one kind of GPU.
+    """The estimated costs of one kind of GPU. Those of other devices answer the same questions.
 
     Attributes:
+        tolerable: the limit of a loop's products, relative to those in one piece.
+        grain: lengths of chunks are multiples of it.
         tf32: float32 products are rounded to TF32.
         attainable: the rate of large products, as a part of the peak.
         bandwidth: the same of large kernels that move memory.
@@ -135,6 +135,7 @@ class GpuCosts:
         return KERNEL_US + max(inside_us, between_us) / LINK
 
     def other_us(self, computed_bytes: float, moved_bytes: float) -> float:
+        """The time of other ops: by what they compute and move once they are fused."""
         return self.memory_us(moved_bytes)
 
     def memory_us(self, num_bytes: float) -> float:

@@ -39,15 +39,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mstpass.graph import flex_attention, ops
+from mstpass.graph import ops
 from mstpass.graph.advice import ALIKE_HEADS, DIVIDING_HEADS, HEADS_APART, NO_TRAINED_SCORES
 from mstpass.graph.attention import (
     DROPOUT,
     Held,
+    depends_on_head,
+    gradients_of_buffers,
     heads_dim,
     held_by_item,
     is_attention,
     is_attention_item,
+    is_flex,
     operands_of,
     result_of,
 )
@@ -159,10 +162,10 @@ class HeadAxis:
         return heads_dim(attention)
 
     def attention_operands(self, node: fx.Node) -> OperandSpecs | Refusal:
-        if flex_attention.is_flex(node):
-            if flex_attention.depends_on_head(node):
+        if is_flex(node):
+            if depends_on_head(node):
                 return Refusal(OTHER_SCORES)
-            if flex_attention.gradients_of_buffers(node):
+            if gradients_of_buffers(node):
                 return Refusal(BUFFERS)
         elif argument(node, "dropout_p") != 0:
             return Refusal(DROPOUT)

@@ -11,7 +11,7 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
                              twice, and are as the last chunk writes them
     (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
     (("over", k), ...)       the same, in the place of sliced tensor k, which no one reads later
-                             (graph/written_over.py); such outputs come last. Rows in the overlap
+                             (graph/host_copies.py); such outputs come last. Rows in the overlap
                              are written by the last chunk alone
     ("sum", shape, dtype)    a summand of the output, perhaps in a wider dtype. ``valid``, a bool
                              ``[c]`` that is passed only if c does not divide N, is False for rows

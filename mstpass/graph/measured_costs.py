@@ -34,11 +34,9 @@ from typing import ClassVar
 import torch
 
 from mstpass.gpus import Gpu
-from mstpass.graph.attention_work import AttentionWork
-from mstpass.graph.exchange_work import ExchangeWork
+from mstpass.graph.call_work import AttentionWork, ExchangeWork
 from mstpass.graph.gpu_costs import BANDWIDTH, GpuCosts
-from mstpass.graph.loop_work import LoopWork
-from mstpass.graph.products import Product
+from mstpass.graph.loop_work import LoopWork, Product
 
 
 @dataclasses.dataclass(frozen=True)

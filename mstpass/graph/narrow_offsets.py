@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import flex_attention, ops
+from mstpass.graph import ops
+from mstpass.graph.attention import is_flex
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.op_rows import row
@@ -109,7 +110,7 @@ def _fault_of(node: fx.Node) -> tuple[str, str]:
         return _flash_backward(node)
     if workspace == row.EFFICIENT:
         return _mask_of_efficient(node)
-    if flex_attention.is_flex(node):
+    if is_flex(node):
         return _large_operand(
             node,
             "the kernels of FlexAttention compute offsets into it in 32 bits",

@@ -16,15 +16,13 @@ from collections.abc import Iterable
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention_work import attention_work
+from mstpass.graph.call_work import attention_work, computed_bytes, exchange_work, moved_bytes
 from mstpass.graph.collectives import is_wait
 from mstpass.graph.device_costs import costs_of
-from mstpass.graph.exchange_work import exchange_work
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
-from mstpass.graph.products import Product, product_of
+from mstpass.graph.loop_work import Product, product_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.graph.traffic import computed_bytes, moved_bytes
 from mstpass.torch_internals.graphs import name_of
 
 

@@ -73,30 +73,6 @@ def chunk_shape(shape: Sequence[Size], spec: Spec, chunk_tokens: Size) -> list[A
     return result
 
 
-def align(spec: Spec, from_rank: int, to_rank: int) -> Spec:
-    """The dims of a value after broadcasting to ``to_rank`` dims, which counts from the right.
-
-    A dim that the smaller rank does not have comes out negative.
-    """
-    return tuple(dim + to_rank - from_rank for dim in spec)
-
-
-def broadcast_source(
-    in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec
-) -> Spec | Refusal:
-    """The spec that an operand must have for a pointwise result of ``out_shape`` to have ``spec``.
-
-    ``WHOLE`` if the operand is broadcast over all token dims, as a bias is.
-    """
-    dims = align(spec, len(out_shape), len(in_shape))
-    present = [d for d in dims if d >= 0 and in_shape[d] != 1]
-    if not present:
-        return WHOLE
-    if len(present) < len(dims):
-        return Refusal(SEPARATE_DIMS("an operand is broadcast over some of the token dims only"))
-    return dims
-
-
 def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) -> Spec | Refusal:
     """The token dims after a view, found by matching groups of dims with equal products.
 

@@ -17,27 +17,27 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from mstpass.graph.attention_work import attention_work
 from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.call_work import attention_work, moved_bytes
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.host_copies import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic
-from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.loops.plan_region import renamed_plan
-from mstpass.loops.write_loop import operands_of
+from mstpass.loops.write_loop import inputs_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
 from mstpass.plans import LoopOutput, LoopPlan
-from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes, loop_name, renamed
+from mstpass.problem.names import loop_name, renamed
+from mstpass.problem.problem import WHOLE, Loop, LoopResult, Mode, RegionModes
 
 _AS_LEAN = 1.05  # factor of the bytes that a loop holds
 
@@ -132,12 +132,13 @@ class _Loops:
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
-            needs=tuple(n.name for n in operands_of(self.joint, loop) if n.op != "get_attr"),
+            needs=tuple(n.name for n in inputs_of(self.joint, loop) if n.op != "get_attr"),
             results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
             inner_bytes=chunk_bytes + self._copied_bytes(loop),
             us=self._time_us(loop),
             narrow=narrow,
             in_rows=self._in_rows(loop),
+            prelude=(loop.unit, *loop.prelude) if loop.unit and loop.prelude else (),
         )
 
     def _in_rows(self, loop: LoopPlan) -> tuple[tuple[str, int], ...]:

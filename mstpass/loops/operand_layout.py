@@ -1,6 +1,7 @@
 """The layout in which a loop reads an operand: ``[N, rest]``, tokens first.
 
 If the operand's strides allow it, this is a view; otherwise the operand is copied before the loop.
+Literals are in the loop's body.
 """
 
 from __future__ import annotations
@@ -9,10 +10,21 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 from mstpass.graph.axes import TOKEN_AXIS
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride
 from mstpass.graph.tokens import Spec
+
+aten = torch.ops.aten
+
+
+def is_literal(node: fx.Node) -> bool:
+    """Whether the node is a number, which a body holds itself: an input would be one more load."""
+    if node.all_input_nodes:
+        return False
+    is_scalar = node.target is aten.full.default and not node.args[0]
+    return is_scalar or node.target is aten.scalar_tensor.default
 
 
 def is_copied(value: torch.Tensor, spec: Spec) -> bool:

@@ -22,9 +22,9 @@ from mstpass.graph import ops
 from mstpass.graph.advice import AS_MUCH_MEMORY, EQUAL_TOKENS, FEWER_SUMS, Advice
 from mstpass.graph.alike import Alike
 from mstpass.graph.axes import FEATURES
-from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import total_flops
+from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.chunk_length import (
     FEW,
@@ -38,7 +38,8 @@ from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
-from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE, renamed
+from mstpass.problem.names import renamed
+from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE
 from mstpass.regions.make_region import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on

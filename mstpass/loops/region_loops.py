@@ -25,8 +25,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention import is_attention, is_attention_item, is_product
 from mstpass.graph.axes import QUERIES, TOKENS
-from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import nbytes, numel, value_of
+from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.operand_layout import is_copied
@@ -258,7 +258,7 @@ def _value(facts: RegionFacts, node: fx.Node, names: Set[str], may_recompute: Se
 
 
 # ---- results over operands ---------------------------------------------------------------------
-# Which results of a loop are written over one of its operands (graph/written_over.py).
+# Which results of a loop are written over one of its operands (graph/host_copies.py).
 #
 # In the backward of a block the loop over queries reads the gradient of the block's output, and
 # returns that of its input as far as it is known then; the next loop reads this, and returns the

@@ -2,7 +2,7 @@
 
 The nodes of a loop, in order::
 
-    prelude    of a fused loop: written once more, with 1 in place of the unit
+    prelude    of a fused loop: written once more, with 1 in place of the unit; once for all loops
     operands   sliced inputs as [N, rest], tokens or heads first; whole inputs as they are
     mst_loop   one node; loops with equal bodies share one body module
     results    one getitem each; then times the unit, cast, and its dims in the node's order
@@ -21,18 +21,19 @@ from mstpass.graph import ops
 from mstpass.graph.advice import REPORT
 from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
-from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import OVER, STACK, SUM, Kind, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
+from mstpass.graph.recompute_rules import policies_of, tag_of
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.build import build_body, is_literal
+from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
-from mstpass.loops.operand_layout import is_viewable
+from mstpass.loops.operand_layout import is_literal, is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
-from mstpass.problem.problem import RECOMPUTED, loop_name, node_name, unfinished
+from mstpass.problem.names import at_one, loop_name, node_name, unfinished
+from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module, rename
 
 aten = torch.ops.aten
@@ -40,14 +41,16 @@ aten = torch.ops.aten
 Env = Mapping[fx.Node, fx.Node]  # new nodes by the old ones that they stand for
 
 
-def operands_of(joint: JointGraph, loop: LoopPlan) -> list[fx.Node]:
-    """What a loop reads; in place of nodes of the prelude, what the prelude reads.
-
-    Literals are in the loop's body.
-    """
-    prelude = [joint.by_name[name] for name in loop.prelude]
+def inputs_of(joint: JointGraph, loop: LoopPlan) -> list[fx.Node]:
+    """What a loop reads. Literals are in the loop's body."""
     inputs = ((joint.by_name[item.node], item.spec) for item in loop.inputs)
-    found = [node for node, spec in inputs if spec or not is_literal(node)]
+    return list(dict.fromkeys(node for node, spec in inputs if spec or not is_literal(node)))
+
+
+def operands_of(joint: JointGraph, loop: LoopPlan) -> list[fx.Node]:
+    """The same; in place of nodes of the prelude, what the prelude reads."""
+    prelude = [joint.by_name[name] for name in loop.prelude]
+    found = inputs_of(joint, loop)
     found += [n for node in prelude for n in node.all_input_nodes if n.name != loop.unit]
     return [node for node in dict.fromkeys(found) if node not in prelude]
 
@@ -67,6 +70,8 @@ class LoopWriter:
         self.tags = policies_of(joint).tags
         self.bodies: dict[str, tuple[str, list[torch.dtype]]] = {}  # by their ``body_key``
         self.modules: dict[str, str] = {}  # names of body modules, by what they compute
+        self.at_one: dict[fx.Node, fx.Node] = {}  # the nodes of preludes, for a unit of 1
+        self.renewal = Renewal(builder.graph)
 
     def write(self, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
         """The loop's results, unfinished, by the old nodes that they stand for."""
@@ -107,20 +112,20 @@ class LoopWriter:
         """The new nodes, with those of the prelude computed from a unit of 1."""
         if not loop.prelude or loop.unit is None:
             return env
-        unit = self.joint.by_name[loop.unit]
-        value = unit.meta["val"]
-        one = self.builder.call(
-            aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
-        )
-        extended = {**env, unit: one}
-        renewal = Renewal(self.builder.graph)
-        renewal.replaced(unit, one)
-        for name in loop.prelude:
+        for name in (loop.unit, *loop.prelude):
             node = self.joint.by_name[name]
-            copy = self.builder.copy(node, extended.__getitem__)
-            renewal.renew(copy)
-            extended[node] = copy
-        return extended
+            if node in self.at_one:
+                continue
+            if name == loop.unit:
+                value = node.meta["val"]
+                copy = self.builder.filled(value.shape, 1, value)
+                self.renewal.replaced(node, copy)
+            else:
+                copy = self.builder.copy(node, {**env, **self.at_one}.__getitem__)
+                self.renewal.renew(copy)
+            rename(copy, node_name(at_one(name)))
+            self.at_one[node] = copy
+        return {**env, **self.at_one}
 
     def _body(self, loop: LoopPlan) -> tuple[str, list[torch.dtype]]:
         """The name of the body's module, and the dtype of each result of the body.

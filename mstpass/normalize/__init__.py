@@ -17,8 +17,8 @@ selections_as_rows     a selection by a mask, or by several indices, has the num
 move_slices            a slice or a selection of tokens moves from the result of a matmul to its
                        operand
 join_windows           windows of a wide value are worked on together, on all tokens; and so are
-                       products of windows of a narrow one
-sink_slices            a slice over tokens moves from a wide value to an argmax or an entropy of it
+                       products of windows of a narrow one; so a slice for an accuracy moves
+                       from the logits to their argmax
 expand_to_tokens       an operand with one row per sequence gets one row per token
 scattered_gradients_as_choices  a scatter of few elements per row becomes choices
 gathers_as_sums        a gather of one token for each feature becomes a sum over tokens
@@ -45,36 +45,19 @@ from collections.abc import Callable
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
-from mstpass.normalize.convolutions_as_products import NOTHING, LeftOut, convolutions_as_products
-from mstpass.normalize.few_per_row import gathers_as_sums, scattered_gradients_as_choices
-from mstpass.normalize.for_heads import (
-    bias_after_product,
-    gradients_in_parts,
-    products_by_section,
-    unused_random_state,
+from mstpass.normalize import (
+    for_heads,
+    indexing,
+    join_windows,
+    move_token_slices,
+    operands,
+    plain_values,
+    products,
+    sums_over_tokens,
+    unstack,
 )
-from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
-from mstpass.normalize.indexing import index_by_token, items_as_slices, selections_as_rows
-from mstpass.normalize.join_windows import join_products, join_windows
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
-from mstpass.normalize.move_token_slices import move_slices
-from mstpass.normalize.operands import expand_to_rows, expand_to_tokens, values_by_axis
-from mstpass.normalize.plain_values import (
-    assertions_of_sizes,
-    inputs_before_writes,
-    ordinary_tensors,
-    overwritten_inputs,
-    scattered_constants,
-    sizes_from_inputs,
-)
-from mstpass.normalize.sink_token_slices import sink_slices
-from mstpass.normalize.sums_over_tokens import (
-    local_sums,
-    means_as_sums,
-    row_sums_of_gradients,
-    variances_as_sums,
-)
-from mstpass.normalize.unstack import unstack
+from mstpass.normalize.products import NOTHING, LeftOut
 from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 
@@ -90,47 +73,50 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
 
 MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
 READ = (  # of every graph
-    _pass(ordinary_tensors),
-    dataclasses.replace(_pass(inputs_before_writes), required=overwritten_inputs),
+    _pass(plain_values.ordinary_tensors),
+    dataclasses.replace(
+        _pass(plain_values.inputs_before_writes), required=plain_values.overwritten_inputs
+    ),
 )
 SIZES = (  # of every graph with regions
-    _pass(sizes_from_inputs),
-    _pass(assertions_of_sizes),
-    _pass(scattered_constants),
+    _pass(plain_values.sizes_from_inputs),
+    _pass(plain_values.assertions_of_sizes),
+    _pass(plain_values.scattered_constants),
 )
-JOIN_PRODUCTS = _pass(join_products)
-CONVOLUTIONS = _pass(convolutions_as_products)
+JOIN_PRODUCTS = _pass(join_windows.join_products)
+CONVOLUTIONS = _pass(products.convolutions_as_products)
 TOKENS = (  # where a region needs one
     CONVOLUTIONS,
-    _pass(items_as_slices),
-    _pass(unstack),
-    _pass(index_by_token),
-    _pass(local_sums),
-    _pass(variances_as_sums),
-    _pass(means_as_sums),
-    _pass(selections_as_rows),
-    _pass(move_slices),
-    _pass(items_as_slices),
+    _pass(indexing.items_as_slices),
+    _pass(unstack.unstack),
+    _pass(indexing.index_by_token),
+    _pass(sums_over_tokens.local_sums),
+    _pass(sums_over_tokens.variances_as_sums),
+    _pass(sums_over_tokens.means_as_sums),
+    _pass(indexing.selections_as_rows),
+    _pass(move_token_slices.move_slices),
+    _pass(indexing.items_as_slices),
     JOIN_PRODUCTS,
-    _pass(join_windows),
-    _pass(sink_slices),
-    _pass(expand_to_tokens),
-    _pass(scattered_gradients_as_choices),
-    _pass(gathers_as_sums),
-    _pass(values_by_axis),
-    _pass(grouped_by_chunk),
+    _pass(join_windows.join_windows),
+    _pass(operands.expand_to_tokens),
+    _pass(sums_over_tokens.scattered_gradients_as_choices),
+    _pass(sums_over_tokens.gathers_as_sums),
+    _pass(operands.values_by_axis),
+    _pass(products.grouped_by_chunk),
 )
-FOR_SECTIONS = (_pass(row_sums_of_gradients),)  # where a budget asks for loops over sections
+FOR_SECTIONS = (
+    _pass(sums_over_tokens.row_sums_of_gradients),
+)  # where a budget asks for loops over sections
 HEADS = (  # where loops may run over heads
-    _pass(products_by_section),
-    _pass(bias_after_product),
-    _pass(unused_random_state),
+    _pass(for_heads.products_by_section),
+    _pass(for_heads.bias_after_product),
+    _pass(for_heads.unused_random_state),
 )
 
 
 ROWS = (  # where loops may run over the rows of attention
-    _pass(expand_to_rows),
-    _pass(gradients_in_parts),
+    _pass(operands.expand_to_rows),
+    _pass(for_heads.gradients_in_parts),
 )
 
 
@@ -158,7 +144,7 @@ def normalized(
     steps = (*TOKENS, *(HEADS if for_heads else ()), *(ROWS if for_blocks else ()))
     if left_out.windows:
         steps = tuple(step for step in steps if step is not JOIN_PRODUCTS)
-    kept = functools.partial(convolutions_as_products, kept=left_out.convolutions)
+    kept = functools.partial(products.convolutions_as_products, kept=left_out.convolutions)
     others = dataclasses.replace(CONVOLUTIONS, run=kept)
     passes = (others if step is CONVOLUTIONS else step for step in steps)
     prepared, changed = runner.run_all(passes, joint)

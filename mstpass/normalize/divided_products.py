@@ -28,12 +28,12 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Container, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import shape_of
@@ -48,9 +48,10 @@ MOST_PARTS = 16  # each is a product of its own, in the code of one loop or in a
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A product, by name, and the parts into which it is divided."""
+    """A product, by name, where it has its parts, and these."""
 
     product: str
+    held: HeadDim
     parts: Parts
 
 
@@ -60,9 +61,8 @@ def next_divisions(
     """Products that are divided together and that were not tried yet; None if there are none."""
     found = [each for each in _with_meeting_windows(joint) if each.product not in tried]
     for anchor, spec in () if found else joint.cached(anchors):
-        parts = None if anchor.name in tried else _heads(joint, anchor, spec)
-        if parts is not None:
-            found = [Division(anchor.name, parts)]
+        found = [] if anchor.name in tried else _heads(joint, anchor, spec)
+        if found:
             break
     return ([each.product for each in found], found) if found else None
 
@@ -82,7 +82,7 @@ class _Windows:
     """The windows of one product's rows, by the nodes that take them."""
 
     product: fx.Node
-    parts: Parts
+    division: Division
     taken: Mapping[fx.Node, _Window]
 
 
@@ -109,7 +109,7 @@ def _with_meeting_windows(joint: JointGraph) -> list[Division]:
         products[node] = set().union(*(products[n] for n in operands))
         if len({held[n] for n in operands}) > 1 and node.target is not aten.cat.default:
             met |= products[node]
-    return [Division(w.product.name, w.parts) for w in found if w.product in met]
+    return [windows.division for windows in found if windows.product in met]
 
 
 def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
@@ -129,9 +129,9 @@ def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
         return None
     if {window.number for window in taken.values()} != set(range(first.count)):
         return None
-    rows_of_part: Any = anchor.meta["val"].shape[spec[0]] // first.count
-    parts = Parts(spec[0], (rows_of_part,) * first.count, first.interleaved)
-    return _Windows(anchor, parts, taken)
+    inner = 1 if first.interleaved else shape_of(anchor)[spec[0]] // first.count
+    division = Division(anchor.name, HeadDim(spec[0], inner), Parts((1,) * first.count))
+    return _Windows(anchor, division, taken)
 
 
 def _window(reading: Reading, dim: int, rows: range) -> _Window | None:
@@ -151,10 +151,10 @@ def _window(reading: Reading, dim: int, rows: range) -> _Window | None:
 
 
 # ---- heads ---------------------------------------------------------------------------------------
-def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
+def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[Division]:
     """The heads of a product, if a view merges them with its tokens."""
     shape = shape_of(anchor)
-    parts = Parts(0, (1,) * shape[0]) if len(shape) == 3 and shape[0] > 1 else None
+    found = _division(anchor, 0, shape[0]) if len(shape) == 3 else []
     feature = 0 if spec == (1,) and len(shape) == 2 else len(shape) - 1
     merged = False
     shown = {anchor: feature}  # the dim of all features
@@ -169,11 +169,17 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
         ins, outs = group_of(shape_of(source), new, dim)
         if ins == [dim] and len(outs) == 1:
             shown[node] = outs[0]
-        elif outs and ins[-1] == dim and parts is None:
+        elif outs and ins[-1] == dim and not found:
             width = math.prod(new[d] for d in outs[1:])
             if shape[feature] % width == 0 and _widens(anchor, width):
-                parts = Parts(feature, (width,) * (shape[feature] // width))
-    return parts if merged and parts is not None and 1 < len(parts.sizes) <= MOST_PARTS else None
+                found = _division(anchor, feature, shape[feature] // width)
+    return found if merged else []
+
+
+def _division(product: fx.Node, dim: int, count: int) -> list[Division]:
+    held = HeadDim(dim, shape_of(product)[dim] // count)
+    several = 1 < count <= MOST_PARTS
+    return [Division(product.name, held, Parts((1,) * count))] if several else []
 
 
 def _widens(anchor: fx.Node, width: int) -> bool:

@@ -102,7 +102,7 @@ def _next_sections(
             continue
         sizes = tuple(value.shape[-1] for value in split.meta["val"])
         if any(map(_reaches_attention, split.users)) and _has_gradient(joint, product, sizes):
-            division = Division(product.name, Parts(1, sizes))
+            division = Division(product.name, *Parts.of_sizes(1, sizes))
             return [product.name], ([*split.users], division)
     return None
 

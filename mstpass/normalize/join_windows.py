@@ -19,8 +19,13 @@ Products of the windows of one narrow value, as of a loss that is chunked by han
     backward:   cat(g_1 @ w', g_2 @ w')         =  g @ w'
                 g_1' @ x[:a] + g_2' @ x[a:]     =  g' @ x
 
+An accuracy is often taken of ``logits[:, :-1]`` beside a loss on all logits, with shifted labels.
+All tokens are used, so the slice cannot move to the operand of the product
+(move_token_slices.py): what there is for each token is computed of all of them, and then sliced.
+Labels, of the window's tokens alone, are zeros for the others.
+
 A window stays as it is if a wide value of it is needed otherwise than token by token, or if the
-windows that are worked on alike have less than ``LEAST_SHARE`` of the tokens.
+windows that are worked on alike have gradients and less than ``LEAST_SHARE`` of the tokens.
 
 Pseudo-code::
 
@@ -51,6 +56,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
+from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.lanes import (
@@ -94,22 +100,33 @@ def join_products(joint: JointGraph) -> Rewritten:
 
 def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
     grid_shape(windows.source, windows.spec, windows.grid)  # can its token dims be merged?
-    lanes = [lane_of(joint, windows, item) for item in windows.items]
-    kinds = {demand.kind for lane in lanes for demand in lane.demands}
-    if kinds.isdisjoint(("sink", "sum")):
-        raise CannotTake(windows.source, "the backward reads no window")  # sink_token_slices.py
-    groups = _groups(lanes)
+    groups = _groups(_lanes(joint, windows))
     if windows.of_products and len(groups) > 1:
         raise CannotTake(windows.source, "its windows are worked on in different ways")
     axis_size = windows.grid[windows.axis]
     for group in groups:
-        if sum(lane.stop - lane.start for lane in group) < LEAST_SHARE * axis_size:
+        tokens = sum(lane.stop - lane.start for lane in group)
+        if group[0].has_gradients and tokens < LEAST_SHARE * axis_size:
             raise CannotTake(group[0].item, "most tokens would be computed for nothing")
     rewriting = Rewriting(joint)
     writer = _Writer(rewriting, windows, groups)
     writer.write()
     new = rewriting.finished(reorder=True)
     return new, {*new.new_names(joint), *writer.changed}
+
+
+def _lanes(joint: JointGraph, windows: Windows) -> list[Lane]:
+    """The lanes of all items; if one has none, those of the others that have no gradients."""
+    lanes, refusals = list[Lane](), list[CannotTake]()
+    for item in windows.items:
+        try:
+            lanes.append(lane_of(joint, windows, item))
+        except CannotTake as refusal:
+            refusals.append(refusal)
+    lanes = [lane for lane in lanes if not refusals or not lane.has_gradients]
+    if not any(lane.demands for lane in lanes):
+        raise refusals[0] if refusals else CannotTake(windows.source, "nothing reads its windows")
+    return lanes
 
 
 def _groups(lanes: list[Lane]) -> list[list[Lane]]:
@@ -251,7 +268,7 @@ def next_product_windows(
         node, of_source = item
         source = node.all_input_nodes[0]
         window = item_of(node, source, of_source)
-        if window is not None:
+        if window is not None and is_static(source.meta["val"]):
             axis, start, stop = window
             found[source, of_source, axis][node] = start, stop
             product_of.setdefault(node, anchor)

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from mstpass.graph import linearity, ops
-from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.sizes import is_size, is_static
-from mstpass.graph.token_rules.arguments import dims_of, shape_of
+from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
+from mstpass.graph.sizes import Size, generic, is_size, is_static
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.token_window import (
     SCATTERS,
@@ -78,14 +78,26 @@ class Demand:
 
 @dataclasses.dataclass
 class Lane:
-    """See the top of the file."""
+    """See the top of the file.
+
+    Attributes:
+        start, stop: the bounds of its tokens, at the generic point (graph/sizes.py).
+        first, length: the same as the graph has it: where they begin, and how many there are.
+    """
 
     item: fx.Node
     start: int
     stop: int
+    first: Size
+    length: Size
     wide_numel: float
     cone: dict[fx.Node, Spec]
     demands: list[Demand]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the backward reads the lane: its gradients belong to other tokens' ones."""
+        return any(demand.kind != "window" for demand in self.demands)
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -119,15 +131,14 @@ def next_windows(joint: JointGraph, tried: set[str]) -> tuple[list[str], Windows
 
 
 def item_of(node: fx.Node, source: fx.Node, spec: Spec) -> tuple[int, int, int] | None:
-    """Axis, start and stop of a node that takes some tokens of a static value; else None."""
-    value = value_of(source)
-    if value is None or not is_static(value) or list(spec) != sorted(spec):
+    """Axis, start and stop of a node that takes some tokens; None of other nodes."""
+    if value_of(source) is None or list(spec) != sorted(spec):
         return None
     taken = rows_taken(node) if node.target in TAKERS and node.all_input_nodes == [source] else None
     if taken is None or taken[0] not in spec or taken[1].step != 1 or not taken[1]:
         return None
     dim, rows = taken
-    if len(rows) == value.shape[dim] or (node.target is aten.select.int and len(spec) == 1):
+    if len(rows) == shape_of(source)[dim] or (node.target is aten.select.int and len(spec) == 1):
         return None
     return spec.index(dim), rows.start, rows.stop
 
@@ -149,15 +160,18 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
         CannotTake: a wide value of it is needed otherwise than token by token.
     """
     node, start, stop = item
-    share = (stop - start) / windows.grid[windows.axis]
-    lane = Lane(node, start, stop, share * windows.wide_numel, {}, [])
+    share, (first, length) = (stop - start) / windows.grid[windows.axis], _bounds(node, windows)
+    if [*map(generic, (first, first + length))] != [start, stop]:
+        raise CannotTake(node, "ends behind the last token")
+    lane = Lane(node, start, stop, first, length, share * windows.wide_numel, {}, [])
     spec = item_spec(node, windows)
     if not spec:
         raise CannotTake(node, "holds a single token")
     lane.cone[node] = spec
     for user in joint.nodes[joint.index[node] + 1 :]:
         operand = next((n for n in user.all_input_nodes if n in lane.cone), None)
-        if operand is None or user.op == "output" or value_of(user) is None:
+        has_tensor = any(True for _ in tensors_of(user.meta.get("val")))
+        if operand is None or user.op == "output" or not has_tensor:
             continue
         if user in joint.backward and _is_sink(user, windows):
             continue
@@ -176,6 +190,16 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
             lane.demands.append(Demand(kind, node, reader, _structure(end, lane, structures)))
     lane.demands.sort(key=lambda demand: (demand.kind, demand.structure))
     return lane
+
+
+def _bounds(item: fx.Node, windows: Windows) -> tuple[Size, Size]:
+    """The first token of an item, and the number of its tokens."""
+    dim, is_one = windows.spec[windows.axis], item.target is aten.select.int
+    given = argument(item, "index" if is_one else "start") or 0
+    first = given.meta["val"] if isinstance(given, fx.Node) else given
+    if generic(first) < 0:
+        first += windows.source.meta["val"].shape[dim]
+    return first, 1 if is_one else item.meta["val"].shape[dim]
 
 
 def _agrees(node: fx.Node, spec: Spec, lane: Lane) -> bool:

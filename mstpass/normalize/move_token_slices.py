@@ -24,6 +24,7 @@ import math
 import operator
 from collections.abc import Container, Mapping
 
+import torch
 from torch import fx
 
 from mstpass.graph import linearity, ops
@@ -32,9 +33,10 @@ from mstpass.graph.recompute_rules import compared
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import generic, generic_shape
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
-from mstpass.normalize.partial import Chosen, Partial, replace_alike
+from mstpass.normalize.partial import Partial, grid_shape, replace_alike
 from mstpass.normalize.token_window import (
     Choice,
+    are_distinct,
     choice_of,
     choices,
     grid_spec,
@@ -45,6 +47,8 @@ from mstpass.normalize.token_window import (
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.walk import walk_once
+
+aten = torch.ops.aten
 
 
 def move_slices(joint: JointGraph) -> Rewritten:
@@ -105,8 +109,7 @@ class _SliceMover(Partial):
         spec, rows = self._source_spec(first), row_index(first)
         super().__init__(rewriting, [first.meta["val"].shape[d] for d in spec])
         self.every = [first.all_input_nodes[0].meta["val"].shape[d] for d in spec]
-        bounds = slice_bounds(first)[:2] if rows is None else []
-        self.chosen = Chosen(self.grid, self.choice.axis, bounds, rows)
+        self.bounds, self.rows = [] if rows is not None else slice_bounds(first)[:2], rows
         if rows is not None:
             for reader in rows.users:
                 self.sizes.learn(reader)
@@ -161,7 +164,7 @@ class _SliceMover(Partial):
 
         No node may need wide values, or values that depend on the matmul, for all tokens.
         """
-        if self.chosen.rows is not None and ops.is_cheap_view(node):  # to select copies
+        if self.rows is not None and ops.is_cheap_view(node):  # to select copies
             return True
         if node.target is operator.getitem:  # the small results of an op, such as attention, exist
             return node in self.derived
@@ -176,8 +179,25 @@ class _SliceMover(Partial):
         if not merged and held != window:
             raise CannotTake(node, "its token dims differ from those of the slice")
         every = self.on_grid(node, node, spec, self.every)
-        small = self.chosen.take(self.builder, every, spec[0] + self.chosen.axis)
+        dim = spec[0] + self.choice.axis
+        if self.rows is None:
+            small = self.builder.call(aten.slice.Tensor, every, dim, *self.bounds)
+        else:
+            small = self.builder.call(aten.index.Tensor, every, [*[None] * dim, self.rows])
         return self.in_chunk_form(small, node, spec)
+
+    def _padded(self, operand: fx.Node, spec: Spec) -> fx.Node:
+        """A small value among zeros, in the shape of that of all tokens."""
+        value, dim = operand.meta["val"], spec[0] + self.choice.axis
+        source = self.on_grid(self.value(operand, spec), operand, spec, self.grid)
+        shape = self.sizes.arguments(grid_shape(operand, spec, self.every))
+        zeros = self.builder.filled(shape, 0, value)
+        if self.rows is None:
+            every = self.builder.call(aten.slice_scatter.default, zeros, source, dim, *self.bounds)
+        else:
+            indices, adds = [*[None] * dim, self.rows], not are_distinct(self.rows)
+            every = self.builder.call(aten.index_put.default, zeros, indices, source, adds)
+        return self.sizes.reshaped(every, list(value.shape))
 
     # ---- backward: scattered gradients ----------------------------------------------------------
     def _use_small_gradients(self, node: fx.Node) -> None:
@@ -202,10 +222,7 @@ class _SliceMover(Partial):
             if value_of(operand) is None or numel(operand) >= self.wide_numel:
                 reason = result.reason if isinstance(result, Refusal) else "is not linear in it"
                 raise CannotTake(node, f"reads a wide gradient of sliced tokens: {reason}")
-            spec = self.scattered[operand]
-            padded = self.padded(self.value(operand, spec), operand, spec, self.chosen, self.every)
-            again = self.sizes.reshaped(padded, list(operand.meta["val"].shape))
-            self.rewriting.replace(operand, again, [node])
+            self.rewriting.replace(operand, self._padded(operand, self.scattered[operand]), [node])
 
 
 # ---- gradients that are zero outside of the window -----------------------------------------------

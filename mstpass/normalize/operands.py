@@ -36,9 +36,9 @@ from mstpass.graph.attention import ROWS, heads_dim, is_attention, is_attention_
 from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.row_sums import rewritten_row_sum
-from mstpass.graph.sizes import Size, generic_shape
+from mstpass.graph.sizes import Size
 from mstpass.graph.token_rules.arguments import argument, shape_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, broadcast_source
+from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
@@ -79,13 +79,14 @@ def _expanded(joint: JointGraph, specs: Mapping[fx.Node, Spec]) -> Rewritten:
 
 
 def _partly_broadcast_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
-    shape = shape_of(node)
-    return [
-        operand
-        for operand in node.all_input_nodes
-        if (value := value_of(operand)) is not None
-        and isinstance(broadcast_source(generic_shape(value), shape, spec), Refusal)
-    ]
+    """The operands that have some of the token dims of a node, and are broadcast over others."""
+    from_right, found = [dim - len(shape_of(node)) for dim in spec], []
+    for operand in node.all_input_nodes:
+        shape = () if value_of(operand) is None else shape_of(operand)
+        held = [dim for dim in from_right if len(shape) + dim >= 0 and shape[dim] != 1]
+        if 0 < len(held) < len(spec):
+            found.append(operand)
+    return found
 
 
 def _expanded_shape(result: torch.Size, operand: torch.Size, spec: Spec) -> list[Size]:

@@ -8,12 +8,12 @@ is the same op on operands for the same tokens::
                         node's op on value(operand, its spec)  everything else
 
 Each value is computed once, at the current place in the graph, in chunk form (tokens.py): all of
-its tokens are in one dim. *On a grid* it has one dim for each of the graph's token dims.
+its tokens are in one dim. *On a grid* it has one dim for each of the graph's token dims. Heads, and
+parts (parts.py), are to their axis what tokens are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,45 +22,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder
-from mstpass.graph.chunk_form import add_chunk
+from mstpass.graph.axes import TOKEN_AXIS, Axis, add_chunk
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, chunk_shape
-from mstpass.normalize.token_window import are_distinct
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.walk import needed_first
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """The tokens that a slice or an index takes, as the graph writes them.
-
-    Attributes:
-        grid: the sizes of their token dims.
-        axis: the position in the grid of the dim along which they are taken.
-        bounds: those of a slice.
-        rows: the numbers of the tokens, if an index takes them.
-    """
-
-    grid: list[Size]
-    axis: int
-    bounds: list[Any]
-    rows: fx.Node | None = None
-
-    def take(self, builder: Builder, value: fx.Node, dim: int) -> fx.Node:
-        if self.rows is None:
-            return builder.call(aten.slice.Tensor, value, dim, *self.bounds)
-        return builder.call(aten.index.Tensor, value, [*[None] * dim, self.rows])
-
-    def put(self, builder: Builder, base: fx.Node, value: fx.Node, dim: int) -> fx.Node:
-        if self.rows is None:
-            return builder.call(aten.slice_scatter.default, base, value, dim, *self.bounds)
-        indices, adds = [*[None] * dim, self.rows], not are_distinct(self.rows)
-        return builder.call(aten.index_put.default, base, indices, value, adds)
 
 
 class Partial:
@@ -68,12 +38,20 @@ class Partial:
 
     Args:
         grid: the sizes of the token dims.
+        axis: what there are ``length`` of; by default the tokens of the grid.
     """
 
-    def __init__(self, rewriting: Rewriting, grid: Sequence[Size]):
+    def __init__(
+        self,
+        rewriting: Rewriting,
+        grid: Sequence[Size] = (),
+        axis: Axis = TOKEN_AXIS,
+        length: int | None = None,
+    ):
         self.rewriting, self.joint = rewriting, rewriting.joint
         self.builder, self.sizes = rewriting.builder, rewriting.sizes
-        self.grid = list(grid)
+        self.grid, self.axis = list(grid), axis
+        self.length: Size = math.prod(self.grid) if length is None else length
         self.known: dict[tuple[fx.Node, Spec], fx.Node] = {}
 
     # ---- what a rewrite says ---------------------------------------------------------------------
@@ -98,18 +76,18 @@ class Partial:
             UnknownSize: a symbolic size cannot be written.
         """
         for one, held in needed_first((node, spec), self._needed, self.known):
-            self.known[one, held] = built = self._new(one, held)
+            self.known[one, held] = built = self.compute(one, held)
             _pass_on_meta(self.rewriting, one, built)
         return self.known[node, spec]
 
     def _needed(self, key: tuple[fx.Node, Spec]) -> list[tuple[fx.Node, Spec]]:
         node, spec = key
-        needs = {} if self.is_given(node, spec) else ops.operand_specs(node, spec)
+        needs = {} if self.is_given(node, spec) else self.axis.operand_specs(node, spec)
         if isinstance(needs, Refusal):
             return []
         return [(n, s) for n, s in needs.items() if s != WHOLE and not is_size(n)]
 
-    def _new(self, node: fx.Node, spec: Spec) -> fx.Node:
+    def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
         if self.is_given(node, spec):
             return self.given(node, spec)
 
@@ -118,7 +96,8 @@ class Partial:
                 return one
             return self.known[one, held] if held else self.whole(one, node, spec)
 
-        return add_chunk(self.builder, node, spec, math.prod(self.grid), operand, self.sizes)
+        how = self.length, operand, self.sizes, self.axis
+        return add_chunk(self.builder, node, spec, *how)
 
     def summed(self, node: fx.Node, operand: fx.Node, spec: Spec) -> fx.Node:
         """A node that sums over the tokens of an operand, over those of the grid."""
@@ -133,8 +112,16 @@ class Partial:
     # ---- forms of values -------------------------------------------------------------------------
     def in_chunk_form(self, value: fx.Node, like: fx.Node, spec: Spec) -> fx.Node:
         """A value for the tokens of the grid in chunk form; ``like`` has it for others."""
-        shape = chunk_shape(like.meta["val"].shape, spec, math.prod(self.grid))
-        return self.sizes.reshaped(value, shape)
+        return self.sizes.reshaped(value, self._chunk_shape(like, spec))
+
+    def zeros(self, like: fx.Node, spec: Spec) -> fx.Node:
+        """Zeros in that form."""
+        shape = self.sizes.arguments(self._chunk_shape(like, spec))
+        return self.builder.filled(shape, 0, like.meta["val"])
+
+    def _chunk_shape(self, like: fx.Node, spec: Spec) -> list[Any]:
+        (shape,) = self.axis.chunk_shapes(like, spec, self.length)
+        return shape
 
     def on_grid(self, value: fx.Node, like: fx.Node, spec: Spec, grid: Sequence[Any]) -> fx.Node:
         """A value on a grid; ``like`` has it in its token dims.
@@ -143,15 +130,6 @@ class Partial:
             CannotTake: these are not next to each other.
         """
         return self.sizes.reshaped(value, grid_shape(like, spec, grid))
-
-    def padded(
-        self, value: fx.Node, like: fx.Node, spec: Spec, chosen: Chosen, every: Sequence[Any]
-    ) -> fx.Node:
-        """The values of chosen tokens among zeros, on the grid of all tokens."""
-        shape = self.sizes.arguments(grid_shape(like, spec, every))
-        source = self.on_grid(value, like, spec, chosen.grid)
-        zeros = self.builder.filled(shape, 0, like.meta["val"])
-        return chosen.put(self.builder, zeros, source, spec[0] + chosen.axis)
 
     def window(self, value: fx.Node, dim: int, bounds: Sequence[Any], like: fx.Node) -> fx.Node:
         """A slice of a value, in the shape of ``like``, and without gaps where that has none."""

@@ -115,7 +115,7 @@ def rows_taken(node: fx.Node) -> tuple[int, range] | None:
     """
     if node.target not in (*TAKERS, *SCATTERS):
         return None
-    dim, size = taken_dim(node), shape_of(_source_or_result(node))[taken_dim(node)]
+    dim, size = taken_dim(node), shape_of(source_or_result(node))[taken_dim(node)]
     if node.target in _SLICES:
         return dim, range(*slice(*map(bound_of, slice_bounds(node))).indices(size))
     index = argument(node, "index")
@@ -126,11 +126,11 @@ def taken_dim(node: fx.Node) -> int:
     """The dim along which a choice is made or written, counted from the left."""
     if row_index(node) is not None:
         return 0
-    (dim,) = dims_of(node, _source_or_result(node).meta["val"].dim(), "dim")
+    (dim,) = dims_of(node, source_or_result(node).meta["val"].dim(), "dim")
     return dim
 
 
-def _source_or_result(node: fx.Node) -> fx.Node:
+def source_or_result(node: fx.Node) -> fx.Node:
     """The value of which a node takes some tokens, or that it makes by writing them."""
     return node if is_scatter(node) else node.all_input_nodes[0]
 
@@ -147,7 +147,7 @@ def choice_of(node: fx.Node, spec: Spec) -> Choice | None:
     Args:
         spec: the token dims of the value that is taken from, or that is written into.
     """
-    shape = generic_shape(_source_or_result(node).meta["val"])
+    shape = generic_shape(source_or_result(node).meta["val"])
     index = row_index(node)
     if index is not None:
         return Choice((shape[0],), 0, index.name) if spec == (0,) else None

@@ -35,25 +35,25 @@ rounded, as those of separate heads are, and added up in float32.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.chunk_form import add_chunk
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.linearity import is_zero
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
-from mstpass.graph.sizes import Size, is_size, same_shape
+from mstpass.graph.sizes import same_shape
+from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.partial import replace_alike
+from mstpass.normalize.partial import Partial, replace_alike
 from mstpass.normalize.parts import (
     CATS,
     COMBINED,
@@ -61,14 +61,13 @@ from mstpass.normalize.parts import (
     MEANS,
     Parts,
     PartsFlow,
-    parts_after_view,
-    written_parts,
 )
 from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
+_Whole = Callable[[fx.Node], fx.Node]
 _NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
 
@@ -93,8 +92,9 @@ def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGrap
     changed: set[str] = set()
     for division in divisions:
         product = joint.by_name[division.product]
-        wide_numel = WIDE_OF_ANCHOR * numel(product) / len(division.parts.sizes)
-        joint, names = _Unstacker(joint, (product, wide_numel), division.parts).unstack()
+        wide_numel = WIDE_OF_ANCHOR * numel(product) / len(division.parts.lengths)
+        parts = division.held, division.parts
+        joint, names = _Unstacker(joint, (product, wide_numel), parts).unstack()
         changed |= names
     return joint, changed
 
@@ -113,25 +113,79 @@ def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.N
     return None
 
 
+class _Part(Partial):
+    """One part of the values that consist of parts."""
+
+    def __init__(self, rewriting: Rewriting, flow: PartsFlow, number: int, whole: _Whole):
+        super().__init__(rewriting, (), flow.axis, flow.parts.lengths[number])
+        self.flow, self.number, self.put_together = flow, number, whole
+
+    def is_given(self, node: fx.Node, spec: Spec) -> bool:
+        flow, held = self.flow, HeadDim(*spec)
+        if node in flow.held:
+            if flow.held[node] != held:
+                raise CannotTake(node, "has its parts in another dim")
+            return flow.parts.written(node, held) is not None
+        wide = flow.is_wide(node) or any(map(flow.is_wide, node.all_input_nodes))
+        computed = wide or self._is_of_weight(node)
+        return not computed or isinstance(self.axis.operand_specs(node, held), Refusal)
+
+    def _is_of_weight(self, node: fx.Node) -> bool:
+        """Whether a slice is taken where a weight enters the step."""
+        return self.flow.is_product and node.op == "call_function" and ops.is_weight(node)
+
+    def given(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """What is written, or zeros; a slice of a value of which nothing else is known."""
+        if node in self.flow.held:
+            written = self.flow.parts.written(node, HeadDim(*spec)) or {}
+            if self.number not in written:
+                return self.zeros(node, spec)
+            return self.in_chunk_form(written[self.number], node, spec)
+        shape, dim = self.axis.stacked(node.meta["val"].shape, spec)
+        heads, bounds = self.sizes.reshaped(node, shape), self.flow.parts.bounds(self.number)
+        part = self.builder.call(aten.slice.Tensor, heads, dim, *bounds)
+        return self.in_chunk_form(part, node, spec)
+
+    def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
+        parts = {n: self.known[n, s] for n, s in self._needed((node, spec))}
+        zero = {n for n, part in parts.items() if n in self.flow.held and is_zero(part)}
+        if zero and ops.row(node).linear(node, zero):  # 0 whatever the dtype
+            return self.zeros(node, spec)
+        if zero and (other := _other_term(node, zero)) is not None:
+            return parts[other]
+        if node.target is aten.clone.default and self._is_of_weight(node):
+            if all(part.meta["val"].is_contiguous() for part in parts.values()):
+                return next(iter(parts.values()))
+        return super().compute(node, spec)
+
+    def whole(self, node: fx.Node, reader: fx.Node, spec: Spec) -> fx.Node:
+        return self.put_together(node) if node in self.flow.held else node
+
+
 class _Unstacker:
     """Computes what is made from one concatenation part by part, in a copy of the graph.
 
     Args:
         whole: the concatenation, and from how many elements on a value is wide.
-        parts: those of a product that is divided, in the place of a concatenation.
+        divided: where a product that is divided, in the place of a concatenation, has its parts,
+            and these.
     """
 
-    def __init__(self, joint: JointGraph, whole: tuple[fx.Node, float], parts: Parts | None = None):
+    def __init__(
+        self,
+        joint: JointGraph,
+        whole: tuple[fx.Node, float],
+        divided: tuple[HeadDim, Parts] | None = None,
+    ):
         self.rewriting, (cat, wide_numel) = Rewriting(joint), whole
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes
         self.cat = self.joint.by_name[cat.name]
-        self.divides = parts is not None
-        self.flow = PartsFlow(self.joint, self.cat, wide_numel, parts)
-        self.parts, self._wide = self.flow.parts, self.flow.is_wide
-        self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
+        self.flow = flow = PartsFlow(self.joint, self.cat, wide_numel, divided)
+        numbers = range(len(flow.parts.lengths))
+        self.each = [_Part(self.rewriting, flow, number, self._whole) for number in numbers]
         self.put_together: dict[fx.Node, fx.Node] = {}
-        self.in_parts = {*self.parts, *self.flow.picks, *self.flow.combined}
+        self.in_parts = {*flow.held, *flow.picks, *flow.combined}
         self.changed: set[str] = set()
 
     def unstack(self) -> tuple[JointGraph, set[str]]:
@@ -148,99 +202,10 @@ class _Unstacker:
                     self._replace(node, self._pick(node))
                 elif node in self.flow.combined:
                     self._replace(node, self._combination(node))
-                elif node in self.parts and (readers := node.users.keys() - self.in_parts):
+                elif node in self.flow.held and (readers := node.users.keys() - self.in_parts):
                     self.rewriting.replace(node, self._whole(node), [*readers])
         new = self.rewriting.finished()
         return new, {*new.new_names(self.joint), *(self.changed & new.by_name.keys())}
-
-    # ---- computing parts -------------------------------------------------------------------------
-    def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
-        """One part of a value, computed before the current place in the graph; None if it is 0."""
-        key = (node, parts.dim, number)
-        if key not in self.built:
-            built = self._new_part(node, parts, number)
-            if built is not None:
-                built.meta = {**replacement_meta(node), **built.meta}
-            self.built[key] = built
-        return self.built[key]
-
-    def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
-        if node not in self.parts:
-            return self._part_of_other(node, parts, number)
-        pieces = written_parts(node, parts)
-        if pieces is not None:
-            part = pieces.get(number)
-        elif ops.is_reshape(node):
-            source = node.all_input_nodes[0]
-            part = self._part(source, self.parts[source], number)
-        else:
-            return self._computed(node, parts, number)
-        return part and self.sizes.reshaped(part, self._shape(node, parts, number))
-
-    def _part_of_other(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
-        """A part of a value that is not known to have parts: computed if wide, else sliced.
-
-        Of a weight the slice is taken where the weight enters the step.
-        """
-        is_weight = self.divides and node.op == "call_function" and ops.is_weight(node)
-        needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
-        is_view = ops.is_reshape(node)
-        if is_view and (is_weight or needs_wide):  # its operand has parts of other sizes
-            source = node.all_input_nodes[0]
-            of_source = parts_after_view(value_of(node), value_of(source), parts)
-            if of_source is not None:
-                part = self._part(source, of_source, number)
-                return part and self.sizes.reshaped(part, self._shape(node, parts, number))
-        if is_weight and node.target is aten.clone.default:
-            part = self._part(node.all_input_nodes[0], parts, number)
-            if part is not None and part.meta["val"].is_contiguous():
-                return part
-        computed = not is_view and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal)
-        if computed and (needs_wide or is_weight):
-            return self._computed(node, parts, number)
-        start, stop, step = self.sizes.arguments(parts.bounds(number))
-        if step == 1:
-            return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
-        return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop, step)
-
-    def _computed(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
-        """The node's op on one part of its operands."""
-        needs = ops.operand_specs(node, (parts.dim,))
-        if isinstance(needs, Refusal):
-            raise CannotTake(node, needs.reason)
-        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items() if s}
-        zero = {n for n in here if n in self.parts and self._part(n, here[n], number) is None}
-        if zero:
-            if ops.row(node).linear(node, zero):  # 0 whatever the dtype
-                return None
-            other = _other_term(node, zero)
-            if other is not None:
-                return self._part(other, here[other], number)
-        return add_chunk(
-            self.builder,
-            node,
-            (parts.dim,),
-            parts.sizes[number],
-            lambda n, _: self._operand(n, here.get(n), number),
-            self.sizes,
-        )
-
-    def _operand(self, node: fx.Node, parts: Parts | None, number: int) -> fx.Node:
-        if is_size(node):
-            return node
-        if parts is None:
-            return self._whole(node) if node in self.parts else node
-        part = self._part(node, parts, number)
-        return self._zeros(node, parts, number) if part is None else part
-
-    def _zeros(self, node: fx.Node, parts: Parts, number: int) -> fx.Node:
-        sizes = self.sizes.arguments(self._shape(node, parts, number))
-        return self.builder.filled(sizes, 0, node.meta["val"])
-
-    def _shape(self, node: fx.Node, parts: Parts, number: int) -> list[Size]:
-        shape: list[Any] = list(node.meta["val"].shape)
-        shape[parts.dim] = parts.sizes[number]
-        return shape
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The parts of a narrow value put together.
@@ -248,45 +213,37 @@ class _Unstacker:
         Raises:
             CannotTake: the value is wide.
         """
-        if self._wide(node):
+        if self.flow.is_wide(node):
             raise CannotTake(node, "the whole of it is needed")
         if node not in self.put_together:
-            parts = self.parts[node]
-            each = [self._operand(node, parts, number) for number in range(len(parts.sizes))]
-            self.put_together[node] = self._joined(each, parts)
+            held, shape = self.flow.held[node], node.meta["val"].shape
+            stacked = [self.flow.axis.stacked(shape, held, one.length) for one in self.each]
+            pairs = zip(self.each, stacked, strict=True)
+            parts = [self.sizes.reshaped(one.value(node, held), to) for one, (to, _) in pairs]
+            together = self.builder.call(aten.cat.default, parts, stacked[0][1])
+            self.put_together[node] = self.sizes.reshaped(together, shape)
         return self.put_together[node]
-
-    def _joined(self, each: list[fx.Node], parts: Parts) -> fx.Node:
-        if not parts.interleaved:
-            return self.builder.call(aten.cat.default, each, parts.dim)
-        shape = list(each[0].meta["val"].shape)
-        rows, whole = shape[parts.dim], sum(parts.sizes)
-        columns = [*shape[: parts.dim], rows, 1, *shape[parts.dim + 1 :]]
-        together = self.builder.call(
-            aten.cat.default, [self.sizes.reshaped(part, columns) for part in each], parts.dim + 1
-        )
-        return self.sizes.reshaped(together, [*shape[: parts.dim], whole, *shape[parts.dim + 1 :]])
 
     # ---- what reads the parts --------------------------------------------------------------------
     def _pick(self, node: fx.Node) -> fx.Node:
         """The value of a node that takes one part: the part, with the shape that the node has."""
-        (source,) = (n for n in node.all_input_nodes if n in self.parts)
-        part = self._operand(source, self.parts[source], self.flow.picks[node])
+        (source,) = (n for n in node.all_input_nodes if n in self.flow.held)
+        part = self.each[self.flow.picks[node]].value(source, self.flow.held[source])
         return self.sizes.reshaped(part, list(node.meta["val"].shape))
 
     def _combination(self, node: fx.Node) -> fx.Node:
         """A reduction over the parts, or a product that sums over them."""
-        source = next(n for n in node.all_input_nodes if n in self.parts)
-        parts = self.parts[source]
-        needs: dict[fx.Node, Spec] = {source: (parts.dim,)}
+        source = next(n for n in node.all_input_nodes if n in self.flow.held)
+        held = self.flow.held[source]
+        needs: OperandSpecs = {source: held}
         if ops.is_matmul(node):
-            needs = ops.sum_operands(node, source, (parts.dim,))
-        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items()}
+            needs = self.flow.axis.sum_operands(node, source, held)
         total: fx.Node | None = None
-        for number in range(len(parts.sizes)):
-            if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
+        for one in self.each:
+            each = {n: one.value(n, spec) for n, spec in needs.items()}
+            if node.target not in _NOT_SUMS and is_zero(each[source]):
                 continue
-            result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
+            result = self._reduced(node, each)
             if self._sums_wide(node, source):
                 result = self.builder.call(_CONVERT, result, torch.float32)
             combine: Any = COMBINED.get(node.target, aten.add.Tensor)
@@ -304,7 +261,7 @@ class _Unstacker:
         A loop over tokens adds gradients of weights up in float32 by itself.
         """
         low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
-        return self.divides and low and self.flow.narrow.isdisjoint((source, node))
+        return self.flow.is_product and low and self.flow.narrow.isdisjoint((source, node))
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""

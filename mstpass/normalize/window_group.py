@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import numel
 from mstpass.graph.rewriting import Rewriting
-from mstpass.graph.sizes import is_size
+from mstpass.graph.sizes import Size, generic, is_size
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.normalize.lanes import Lane, Windows
@@ -29,7 +28,8 @@ class WindowGroup(Partial):
     """
 
     def __init__(self, rewriting: Rewriting, windows: Windows, lanes: list[Lane]):
-        super().__init__(rewriting, windows.grid)
+        shape = windows.source.meta["val"].shape
+        super().__init__(rewriting, [shape[dim] for dim in windows.spec])
         self.windows, self.lanes = windows, lanes
         by_name = self.joint.by_name
         self.cone = {by_name[n.name]: spec for n, spec in lanes[0].cone.items()}
@@ -86,10 +86,10 @@ class WindowGroup(Partial):
         before, after = spec[0], rank - 1 - spec[-1]
         pieces = []
         for lane, node in zip(self.lanes, nodes, strict=True):
-            number = self.sizes.reshaped(node, [1] * (before + len(self.windows.grid) + after))
-            grid = [*[1] * before, *self._window_grid(lane), *[1] * after]
+            number = self.sizes.reshaped(node, [1] * (before + len(self.grid) + after))
+            grid = self.sizes.arguments([*[1] * before, *self._window_grid(lane), *[1] * after])
             pieces.append(self.builder.call(aten.expand.default, number, grid))
-        shape = chunk_shape([1] * rank, spec, math.prod(self.grid))
+        shape = chunk_shape([1] * rank, spec, self.length)
         return self.sizes.reshaped(self._concatenated(pieces, before), shape)
 
     def _source(self, node: fx.Node, spec: Spec) -> fx.Node | None:
@@ -111,28 +111,29 @@ class WindowGroup(Partial):
     # ---- from lanes to all tokens, and back ------------------------------------------------------
     def _concatenated(self, pieces: list[fx.Node], first: int) -> fx.Node:
         """Values of the lanes, one after the other along the axis, with zeros in the gaps."""
-        dim, reached = first + self.windows.axis, 0
-        value = pieces[0].meta["val"]
+        dim, value = first + self.windows.axis, pieces[0].meta["val"]
+        reached: Size = 0
         every: list[fx.Node] = []
 
-        def fill(size: int) -> None:
-            if size:
+        def fill(size: Size) -> None:
+            if generic(size):
                 shape = [size if d == dim else s for d, s in enumerate(value.shape)]
                 every.append(self.builder.filled(self.sizes.arguments(shape), 0, value))
 
         for lane, piece in zip(self.lanes, pieces, strict=True):
-            fill(lane.start - reached)
+            fill(lane.first - reached)
             every.append(piece)
-            reached = lane.stop
-        fill(self.windows.grid[self.windows.axis] - reached)
+            reached = lane.first + lane.length
+        fill(self.grid[self.windows.axis] - reached)
         return self.builder.call(aten.cat.default, every, dim) if len(every) > 1 else every[0]
 
     def mask(self, numbers: list[int]) -> fx.Node:
         """Which tokens of the grid the lanes with these numbers have."""
         kind = {"dtype": torch.bool, "device": self.item.meta["val"].device}
+        grids = (self.sizes.arguments(self._window_grid(lane)) for lane in self.lanes)
         pieces = [
-            self.builder.call(aten.full.default, self._window_grid(lane), n in numbers, **kind)
-            for n, lane in enumerate(self.lanes)
+            self.builder.call(aten.full.default, grid, n in numbers, **kind)
+            for n, grid in enumerate(grids)
         ]
         return self._concatenated(pieces, 0)
 
@@ -143,17 +144,18 @@ class WindowGroup(Partial):
         spec = self.cone[first]
         return self.on_grid(self.value(first, spec), first, spec, self.grid)
 
-    def _window_grid(self, lane: Lane) -> list[int]:
-        grid = list(self.windows.grid)
-        grid[self.windows.axis] = lane.stop - lane.start
+    def _window_grid(self, lane: Lane) -> list[Size]:
+        grid = list(self.grid)
+        grid[self.windows.axis] = lane.length
         return grid
 
     def windows_of(self, nodes: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
         """For each lane's value, the lane's window of the value on all tokens."""
         whole, dim = self.merged(nodes), self.cone[nodes[0]][0] + self.windows.axis
+        ends = ([lane.first, lane.first + lane.length] for lane in self.lanes)
         return [
-            (node, self.window(whole, dim, [lane.start, lane.stop], node))
-            for lane, node in zip(self.lanes, nodes, strict=True)
+            (node, self.window(whole, dim, self.sizes.arguments(bounds), node))
+            for bounds, node in zip(ends, nodes, strict=True)
         ]
 
     def sum_of(self, nodes: list[fx.Node], readers: list[fx.Node]) -> fx.Node:

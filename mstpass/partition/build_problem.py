@@ -17,13 +17,11 @@ from torch import fx
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.graph import device_costs, host_copies, ops
-from mstpass.graph.checkpoint_policies import Policies, policies_of
-from mstpass.graph.collectives import is_pending
+from mstpass.graph.collectives import is_pending, may_repeat, sizes_agree
 from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.node_cost import time_us
-from mstpass.graph.recompute_rules import is_heavy, is_pinned
-from mstpass.graph.repeated_collectives import may_repeat, sizes_agree
+from mstpass.graph.recompute_rules import Policies, is_heavy, is_pinned, policies_of
 from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import OptionError, Options

@@ -1,7 +1,7 @@
 """What torch's own partitioner does: the graphs that are left to it, and what it saves of others.
 
 Graphs are left to it if our partition problem lacks what they do. Such graphs have writes of other
-forms than the update of a buffer (graph/input_writes.py), sizes that depend on data, sends and
+forms than the update of a buffer (graph/own_ops.py), sizes that depend on data, sends and
 receives between two ranks, subgraphs (but for FlexAttention's), or a memory budget that the user
 set for a part of the model.
 
@@ -22,13 +22,12 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import OUR_BUDGET
-from mstpass.graph.checkpoint_policies import policies_of
+from mstpass.graph.attention import is_flex, is_flex_subgraph
 from mstpass.graph.collectives import is_between_two_ranks
-from mstpass.graph.flex_attention import is_flex, is_flex_subgraph
 from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.recompute_rules import draws_random_numbers, has_effect
+from mstpass.graph.recompute_rules import draws_random_numbers, has_effect, policies_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch

@@ -3,25 +3,246 @@
 A fact is checked of a graph and the one before it. What was wrong before is not found again: the
 tracer's and Inductor's own passes leave wrong values behind (docs/pytorch-internals.md). Only nodes
 that have changed are looked at, so that a check costs as much as the pass changed.
+
+*Values*: whether a node's recorded fake value is the one that its op gives. The op runs on the
+recorded values of its operands, under their fake mode, and adds no guard. What is compared: sizes
+and strides at the generic point (graph/sizes.py), dtype, device, and, for views, with which
+operands a result shares its storage. The stride of a dim of one element is not defined.
+
+*Loops*: the body of a loop has to be as pure as ``mst_loop`` claims, and to fit the loop's
+operands.
+
+pure    nothing is written but what the body has made itself; no rank waits for another
+fits    one input for each operand, with its shape and dtype; results as the loop says
+
+A body has the symbolic sizes of the batch that was traced (loops/body/build.py).
+
+The strides of a body's inputs are those of rows of their own. The lowering traces the body again,
+with those of the operands, so ops in it that need others copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.builder import fake_mode_of
+from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.input_writes import BEFORE_WRITE
-from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.renew_values import order_of_copy
-from mstpass.passes.loops import body_differences
-from mstpass.passes.values import difference, layout_difference, signature
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.loop_op import START, mst_loop, stacked_dim
+from mstpass.graph.renew_values import defined_strides, may_be_view, order_of_copy
+from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
+from mstpass.torch_internals.fake_tensors import binds_size, storage_key, without_guards
+from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 from mstpass.walk import walk
 
+
+def signature(node: fx.Node) -> object:
+    """The same for two nodes with one op, one recorded value, and operands of the same values."""
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: id(n.meta.get("val", n.target)))
+    return node.target, id(node.meta.get("val")), arguments
+
+
+_LOOPS = (mst_loop, torch.ops.higher_order.while_loop)
+
+
+def difference(node: fx.Node, storages: bool = True) -> str:
+    """How the recorded value differs from the op's; empty if it does not, or cannot be computed.
+
+    Args:
+        storages: compare those of views, too.
+    """
+    if not _is_computed(node):
+        return ""
+    recorded = node.meta["val"]
+    try:
+        value = _computed(node)
+    except Exception as error:
+        return f"its op cannot read its operands: {type(error).__name__}: {error}"
+    if isinstance(recorded, torch.SymInt | int) and isinstance(value, torch.SymInt | int):
+        same = generic(recorded) == generic(value)
+        return "" if same else f"is recorded as {recorded}, but is {value}"
+    results, values = list(tensors_of(recorded)), list(tensors_of(value))
+    if len(results) != len(values):
+        return "has another number of results than is recorded"
+    for known, now in zip(results, values, strict=True):
+        if found := layout_difference(known, now):
+            return found
+        if not storages or not may_be_view(node) or _is_item_of_subgraph(node):
+            continue
+        if _shared_with(node, known) != _shared_with(node, now):
+            return "is recorded with another storage than that of the value that it is a view of"
+    return ""
+
+
+def layout_difference(
+    recorded: torch.Tensor, value: torch.Tensor, of_traced_batch: bool = False
+) -> str:
+    """How two fake tensors differ; empty if they do not.
+
+    Args:
+        of_traced_batch: compare sizes as in the batch that was traced, and no strides.
+    """
+    shape_of = hint_shape if of_traced_batch else generic_shape
+    if list(shape_of(recorded)) != list(shape_of(value)):
+        return f"shape is recorded as {tuple(recorded.shape)}, but is {tuple(value.shape)}"
+    if recorded.dtype != value.dtype:
+        return f"dtype is recorded as {recorded.dtype}, but is {value.dtype}"
+    if recorded.device != value.device:
+        return f"device is recorded as {recorded.device}, but is {value.device}"
+    if not of_traced_batch and defined_strides(recorded) != defined_strides(value):
+        return f"strides are recorded as {recorded.stride()}, but is {value.stride()}"
+    return ""
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether the op can run on fake values: it writes to none, and no size depends on data."""
+    if node.op != "call_function" or "val" not in node.meta or node.target is mst_loop:
+        return False
+    if isinstance(node.target, OpOverload):
+        if schema_of(node.target).is_mutable:
+            return False
+    elif node.target is not operator.getitem and not _is_arithmetic(node):
+        return False
+    if any("val" not in n.meta for n in node.all_input_nodes):
+        return False
+    return not binds_size(node) and not any(map(_has_unknown_size, (node, *node.all_input_nodes)))
+
+
+def _is_item_of_subgraph(node: fx.Node) -> bool:
+    """Whether it is a result of a higher-order op but a loop: its storage is the tracer's."""
+    if node.target is not operator.getitem:
+        return False
+    target = node.all_input_nodes[0].target
+    return isinstance(target, HigherOrderOperator) and target not in _LOOPS
+
+
+def _is_arithmetic(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") == "_operator"
+
+
+def _has_unknown_size(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return not value.node.has_hint()  # of two expressions, which is which is not known
+    return any(map(depends_on_data, tensors_of(value)))
+
+
+def _computed(node: fx.Node) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    target: Any = node.target
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # arithmetic with sizes has no tensor
+            stack.enter_context(without_guards(fake_mode_of((node, *node.all_input_nodes))))
+        return target(*args, **kwargs)
+
+
+def _shared_with(node: fx.Node, tensor: torch.Tensor) -> list[bool]:
+    """Of each operand, whether the tensor shares its storage."""
+    own = storage_key(tensor.untyped_storage())
+    return [own in set(_storages(operand)) for operand in node.all_input_nodes]
+
+
+def _storages(node: fx.Node) -> Iterator[int]:
+    for tensor in tensors_of(node.meta["val"]):
+        yield storage_key(tensor.untyped_storage())
+
+
+# ---- bodies of loops -----------------------------------------------------------------------------
+def body_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
+    """What is wrong with the body of a loop."""
+    for node in body.nodes:
+        if is_collective(node) or is_wait(node):
+            yield f"its body exchanges data between ranks ({node.name})"
+        elif _writes_to_operand(node, body):
+            yield f"its body writes to an operand ({node.name})"
+        elif found := difference(node, storages=False):  # the lowering traces it anew
+            yield f"{node.name} in its body {found}"
+    yield from _operand_differences(loop, body)
+    yield from _result_differences(loop, body)
+
+
+def _writes_to_operand(node: fx.Node, body: fx.Graph) -> bool:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
+        return False
+    given = {
+        storage_key(tensor.untyped_storage())
+        for operand in body.find_nodes(op="placeholder")
+        for tensor in tensors_of(operand.meta.get("val"))
+    }
+    written = (
+        argument
+        for known, argument in zip(schema_of(node.target).arguments, node.args, strict=False)
+        if known.alias_info is not None and known.alias_info.is_write
+    )
+    tensors = (t for n in written if isinstance(n, fx.Node) for t in tensors_of(n.meta.get("val")))
+    return any(storage_key(tensor.untyped_storage()) in given for tensor in tensors)
+
+
+def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
+    _, num_chunks, *_, sliced, whole = _values(loop.args)
+    inputs = [node.meta.get("val") for node in body.find_nodes(op="placeholder")]
+    if num_chunks is None:
+        inputs = inputs[1:]  # the length of the chunk
+    if any(node.target == START for node in body.find_nodes(op="placeholder")):
+        inputs = inputs[1:]
+    if len(inputs) - len(sliced) - len(whole) not in (0, 1):  # one more says which rows are valid
+        yield f"its body has {len(inputs)} inputs for {len(sliced) + len(whole)} operands"
+        return
+    for given, taken in zip((*sliced, *whole), inputs, strict=False):
+        if not isinstance(given, torch.Tensor) or not isinstance(taken, torch.Tensor):
+            continue
+        rows = taken.shape[0] if any(given is value for value in sliced) else None
+        chunk = given if rows is None else _rows_like(given, taken)
+        if chunk is None:
+            yield "its body has an input of another shape than its operand's chunks"
+        elif found := layout_difference(taken, chunk, of_traced_batch=True):
+            yield f"an input of its body: {found}"
+
+
+def _rows_like(given: torch.Tensor, taken: torch.Tensor) -> torch.Tensor | None:
+    """A chunk of an operand with as many rows as an input of the body."""
+    if given.dim() != taken.dim():
+        return None
+    mode: Any = given.fake_mode  # type: ignore[attr-defined]
+    shape = (taken.shape[0], *given.shape[1:])
+    with mode:
+        return torch.empty_strided(shape, given.stride(), dtype=given.dtype, device=given.device)
+
+
+def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
+    specs = _values(loop.args)[4]
+    (results,) = body.output_node().args
+    parts = [part for n in results if (part := value_of(n)) is not None]  # type: ignore
+    returned = list(tensors_of(loop.meta.get("val")))
+    if not len(parts) == len(specs) == len(returned):
+        yield f"its body returns {len(parts)} values of {len(specs)}"
+        return
+    for (kind, _, dtype), part, result in zip(specs, parts, returned, strict=True):
+        shapes = [list(hint_shape(value)) for value in (part, result)]
+        dim = stacked_dim(kind)
+        if dim is not None:
+            shapes[0][dim] = shapes[1][dim]
+        if shapes[0] != shapes[1]:
+            yield f"its body returns {tuple(part.shape)} for a result {tuple(result.shape)}"
+        is_summand = dim is None and torch.promote_types(part.dtype, dtype) == part.dtype
+        if dtype != result.dtype or not (part.dtype == dtype or is_summand):
+            yield f"its body returns {part.dtype} for a result of {result.dtype}"
+
+
+def _values(args: Any) -> Any:
+    return fx.map_arg(args, lambda node: node.meta.get("val"))
+
+
+# ---- facts ---------------------------------------------------------------------------------------
 aten = torch.ops.aten
 
 

@@ -16,8 +16,9 @@ from mstpass.pipeline import collector_paused
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.apply_modes import modes_of
+from mstpass.problem.names import is_loop
 from mstpass.problem.op import POINTWISE, VIEW
-from mstpass.problem.problem import CutProblem, Mode, Plan, Value, is_loop, pinned_bytes
+from mstpass.problem.problem import CutProblem, Mode, Plan, Value, pinned_bytes
 from mstpass.walk import walk_once
 
 FREE, LEAST = "free", 0.0  # values of memory_budget

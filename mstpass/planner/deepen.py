@@ -25,8 +25,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mstpass.planner.traced_step import TracedStep
+from mstpass.problem.names import renamed
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import CutProblem, RegionModes, Value, renamed
+from mstpass.problem.problem import CutProblem, RegionModes, Value
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]

@@ -48,8 +48,8 @@ from typing import Any
 import torch
 
 from mstpass.errors import UserError
+from mstpass.graph.call_work import ExchangeWork
 from mstpass.graph.device_costs import Costs, costs_of, kind_of_gpu
-from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.memory.allocation import BLOCK
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.compiled_step import FREE, LEAST, CompiledStep, planned, step_of_plan

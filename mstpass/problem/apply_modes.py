@@ -16,7 +16,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from mstpass.problem.op import CALL, ITEM, VIEW
+from mstpass.problem.names import at_one, node_name
+from mstpass.problem.op import CALL, CONSTANT, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
     MUST_SAVE,
@@ -27,7 +28,6 @@ from mstpass.problem.problem import (
     Mode,
     Plan,
     Value,
-    node_name,
     with_needs,
 )
 from mstpass.walk import walk_once
@@ -96,7 +96,7 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
     whole = Value(
         loop.name,
         0,
-        loop.needs,
+        tuple(at_one(name) if name in loop.prelude else name for name in loop.needs),
         CALL,
         loop.inner_bytes,
         us=loop.us,
@@ -119,6 +119,14 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
         for result, tag in zip(loop.results, tags, strict=True)
     )
     return [whole, *items]
+
+
+def prelude_values(loop: Loop, nodes: Mapping[str, Value]) -> Iterator[Value]:
+    """What is computed before a loop, with 1 in the place of its unit."""
+    new = {name: at_one(name) for name in loop.prelude}
+    for name in loop.prelude:
+        value = nodes[name].renamed(lambda other: new.get(other, other), name=new[name])
+        yield value if value.inputs else value.changed(kind=CONSTANT)
 
 
 def with_node_names(problem: CutProblem, plan: Plan) -> tuple[CutProblem, Plan]:
@@ -221,7 +229,9 @@ class _Writer:
         """What a node needs in the new problem."""
         if name in self.producer:
             loop, result = self.producer[name]
-            return (*loop.needs, result.scale) if result.scale else loop.needs
+            read = (*loop.needs, *(n for one in loop.prelude for n in self.old[one].inputs))
+            needs = tuple(other for other in read if other not in loop.prelude)
+            return (*needs, result.scale) if result.scale else needs
         return self.old[name].inputs
 
     def _write(self, name: str) -> None:
@@ -230,7 +240,7 @@ class _Writer:
             return
         loop, result = self.producer[name]
         if loop.name not in self.new:
-            for value in loop_values(loop, self.old):
+            for value in (*prelude_values(loop, self.old), *loop_values(loop, self.old)):
                 self._add(value)
         if result.name != name:
             self._add(result.finished(self.old[name]))

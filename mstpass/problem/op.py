@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
-REALIZED = "realized"  # a pointwise value that is written to a buffer (graph/materialization.py)
+REALIZED = "realized"  # a pointwise value that is written to a buffer (graph/own_ops.py)
 SIZE = "size"  # a symbolic size, which is no tensor
 
 # What an op of a program does: it runs a node, copies the node's value to the host or back, or

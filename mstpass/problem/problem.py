@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from mstpass.problem import problem_json
+from mstpass.problem.names import unfinished
 from mstpass.problem.op import POINTWISE, Op
 
 
@@ -64,8 +65,6 @@ def pinned_bytes(sizes: Iterable[int]) -> int:
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
 MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
-LOOP = "loop:"  # prefix of a name: see loop_name()
-UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"  # kinds of modes
 WHOLE = "whole"  # the kind of the mode without loops
@@ -88,7 +87,7 @@ class Value(Op):
         needed: an op of the backward reads it.
         forward: an output of the forward is computed from it. Other forward values only serve the
             backward.
-        tag: the user's checkpoint policy that binds the value (graph/checkpoint_policies.py), or
+        tag: the user's checkpoint policy that binds the value (graph/recompute_rules.py), or
             "". A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
             ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
         offload: whether the value may cross by way of the host: ``""`` (no), ``MAY_OFFLOAD``, or
@@ -154,6 +153,8 @@ class Loop:
     Attributes:
         members: the nodes that the loop computes chunk by chunk.
         needs: the nodes that the loop reads, whole or in slices.
+        prelude: the unit of a fused loop, which is 1 there, and nodes that are computed from it
+            before the loop (``at_one``). Empty where the loop needs none of these.
         results: the buffers that the loop returns.
         inner_bytes: memory that one chunk needs besides the results.
         us: time of all chunks, in microseconds.
@@ -170,6 +171,7 @@ class Loop:
     us: float
     narrow: tuple[str, ...] = ()
     in_rows: tuple[tuple[str, int], ...] = ()
+    prelude: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,53 +328,6 @@ class Plan:
     nested: Mapping[str, int] = dataclasses.field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     by_chunk: frozenset[str] = frozenset()
-
-
-def loop_name(first: str) -> str:
-    """The name of the loop whose first result stands for the node ``first``."""
-    return f"{LOOP}{first}"
-
-
-def is_loop(name: str) -> bool:
-    """Whether the name is that of a loop, not of one of the results that a loop returns."""
-    return name.startswith(LOOP)
-
-
-def unfinished(name: str) -> str:
-    """The name of the buffer that a loop returns for a node that is scaled or cast afterwards."""
-    return f"{name}{UNFINISHED}"
-
-
-def node_name(name: str) -> str:
-    """The name, in a graph with loops, of the node that a value is: an identifier."""
-    return name.replace(":", "_")
-
-
-def value_name(node: str) -> str:
-    """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
-    node = node.removesuffix(node_name(UNFINISHED))
-    loop = node_name(LOOP)
-    return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
-
-
-_WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node
-_WORDS |= {"mode", "narrow", "note", "phase", "source"}
-
-
-def renamed(record: T, name_of: Callable[[str], str], is_name: bool = False) -> T:
-    """A record of regions or loops that is equal but for the names of nodes."""
-    found: Any = record
-    if isinstance(record, str) and record and is_name:
-        prefix = LOOP if is_loop(record) else ""
-        found = prefix + name_of(record.removeprefix(prefix))
-    elif type(found) in (tuple, frozenset):
-        found = type(found)([renamed(item, name_of, is_name) for item in found])
-    elif dataclasses.is_dataclass(record):
-        fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-        own = {name: renamed(value, name_of, name not in _WORDS) for name, value in fields.items()}
-        found = dataclasses.replace(found, **own)
-    result: T = found
-    return result
 
 
 def with_needs(

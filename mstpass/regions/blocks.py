@@ -48,8 +48,7 @@ from mstpass.graph.tokens import (
     token_count,
 )
 from mstpass.plans import Region, Rejection
-from mstpass.regions.grow import Growth, found_regions
-from mstpass.regions.paths import between, between_each_other
+from mstpass.regions.grow import Growth, between, between_each_other, found_regions
 
 KIND = "block"
 NO_RESIDUAL = OWN_LOOPS(

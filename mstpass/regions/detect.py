@@ -35,8 +35,7 @@ from mstpass.passes.runner import PassRunner
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_norms, absorb_users
 from mstpass.regions.anchors import SYMBOLIC_WIDTH, anchors, refused_wide_products, widths
-from mstpass.regions.close_fused import close_fused
-from mstpass.regions.gradient_seeds import add_gradients
+from mstpass.regions.close_fused import add_gradients, close_fused
 from mstpass.regions.grow import rejection_of
 from mstpass.regions.make_region import make_region
 from mstpass.regions.wide_growth import WideGrowth

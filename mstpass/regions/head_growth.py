@@ -33,8 +33,7 @@ from mstpass.graph.attention import forward_of, is_attention
 from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import SUM, CannotTake, Reduced, Refusal, Spec
-from mstpass.regions.grow import ANOTHER, Growth
-from mstpass.regions.paths import back_to
+from mstpass.regions.grow import ANOTHER, Growth, back_to
 from mstpass.walk import walk_once
 
 OTHER_ATTENTION = NEEDS_ALL("another attention reads the same keys and values")

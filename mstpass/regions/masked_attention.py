@@ -8,19 +8,24 @@ blocks, a window. A loop over rows of queries computes the rows that its chunk n
 The members of such a region are the attention, forward and backward, and the large values that its
 mask is computed from. Several attentions read one mask, and each of their loops computes its rows
 itself. Where another op reads the mask too, it still exists.
+
+``whole_masks`` names the masks that attention reads whole, with what they take and what to change.
+A kernel of attention takes a mask as one value of queries x keys, in the type of the queries. Heads
+and layers share it, and the backward computes it again instead of keeping it, but while a kernel
+runs it exists in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Iterator, Set
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.advice import HEADS_APART, NO_MASK
+from mstpass.graph.advice import HEADS_APART, NO_MASK, NO_MASK_OR_BUDGET
 from mstpass.graph.attention import OTHER_RESULT, ROWS, is_backward, mask_of
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
-from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.sizes import is_static
 from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules import OperandSpecs
@@ -121,3 +126,35 @@ class _Masks(Growth):
 
     def _pushes(self, member: fx.Node) -> bool:
         return False
+
+
+# ---- masks that attention reads whole ------------------------------------------------------------
+WHOLE_MASK = "attention reads this mask whole"
+
+
+def whole_masks(joint: JointGraph, written: Collection[str]) -> Iterator[Rejection]:
+    """One entry for each mask that an attention of the graph reads, if it is written in full.
+
+    Args:
+        written: names of the nodes that are left outside of loops.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    for node in joint.nodes:
+        mask = mask_of(node)
+        if mask is not None:
+            found.setdefault(_written(mask), node)
+    for base, reader in found.items():
+        value = value_of(base)
+        if base.name in written and value is not None and value.dim() > 1:
+            kind = str(value.dtype).removeprefix("torch.")
+            reason = f"{WHOLE_MASK}, {' x '.join(map(str, value.shape))} in {kind}"
+            yield Rejection(
+                "apply", base.name, NO_MASK_OR_BUDGET(reason), source_of(reader), nbytes(base)
+            )
+
+
+def _written(mask: fx.Node) -> fx.Node:
+    """The value that is written to memory, of which the mask is a view."""
+    while ops.is_cheap_view(mask):
+        mask = mask.all_input_nodes[0]
+    return mask

@@ -33,8 +33,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic_shape, hint_shape
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, token_count
 from mstpass.regions.anchors import weights_and_gradients, wide_numel
-from mstpass.regions.grow import COMPLETE, Growth
-from mstpass.regions.paths import back_to
+from mstpass.regions.grow import COMPLETE, Growth, back_to
 from mstpass.walk import needed_first, walk_once
 
 OUTSIDE = OWN_VALUES("lies on a path that leaves the region and comes back")

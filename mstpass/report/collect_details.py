@@ -14,13 +14,13 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
-from mstpass.graph.node_copies import original_name
+from mstpass.graph.node_meta import original_name
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
 from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
-from mstpass.problem.problem import value_name
+from mstpass.problem.names import value_name
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,

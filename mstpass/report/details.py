@@ -32,7 +32,7 @@ from typing import Any
 
 from mstpass.plain_data import decoded
 from mstpass.plans import Outcome
-from mstpass.problem.problem import LOOP
+from mstpass.problem.names import LOOP
 
 OFFLOAD, OFFLOADED, RELOAD = "offload:", "offloaded:", "reload:"
 _PREFIXES = (LOOP, OFFLOAD, OFFLOADED, RELOAD)

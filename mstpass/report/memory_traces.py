@@ -21,7 +21,7 @@ from typing import Any
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.plans import Outcome
-from mstpass.problem.problem import is_loop
+from mstpass.problem.names import is_loop
 from mstpass.report.data import PhaseTimes, phase_times
 from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline, node_name
 

@@ -23,7 +23,7 @@ from mstpass.plans import (
     Rejection,
     SavePlan,
 )
-from mstpass.problem.problem import is_loop
+from mstpass.problem.names import is_loop
 from mstpass.report.data import LEAST_PEAK_SHARE, ReportData, asks_for_change, phase_times
 from mstpass.report.details import (
     BACKWARD,

@@ -36,7 +36,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import nbytes, value_of
-from mstpass.graph.materialization import materialize
+from mstpass.graph.own_ops import materialize
 from mstpass.graph.renew_values import Renewal
 from mstpass.memory.simulate_graph import scatters_to_delay
 from mstpass.torch_internals.inductor import make_wait

@@ -24,8 +24,8 @@ from torch import Tensor, fx
 
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import Modules, is_tangent
-from mstpass.graph.materialization import materialize
-from mstpass.graph.node_copies import copy_name
+from mstpass.graph.node_meta import copy_name
+from mstpass.graph.own_ops import materialize
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import is_size, is_static
 from mstpass.memory.host_copies import host_name, offloaded_name

@@ -10,9 +10,7 @@ CUDA, 16 bits             ``_scaled_dot_product_flash_attention``, for heads of 
 anything else             products and a softmax: the scores of the block exist
 ========================  =======================================================================
 
-Grouped queries, of which several heads read one head of keys, are taken as they are. A mask is
-added to the scores; flash attention on CUDA has none, but a window: query i, counted so that the
-last one is at the last key, sees the keys from ``i - left`` to ``i + right``.
+Grouped queries, of which several heads read one head of keys, are taken as they are.
 
 Source: aten/src/ATen/native/native_functions.yaml (2.11 to 2.15).
 """
@@ -25,47 +23,26 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-Window = tuple[int, int]
-
-
 def attend_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    window: Window | None = None,
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The mixed values ``[B, H, s, D]`` and the log-sums ``[B, H, s]``, in float32 at least.
 
     Args:
         causal: query i sees the keys up to i of this block; else all of them.
-        mask: what is added to the scores, of the queries' dtype, ``[B or 1, H or 1, s, t]``.
-        window: the keys that a query sees, for operands that ``takes_window``.
     """
     if query.device.type == "cpu" and _alike(query, key, value):
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+            query, key, value, 0.0, causal, scale=scale
         )
         return out, log_sum
-    if window is not None:
-        left, right = window
-        out, log_sum = aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            *(None, None, query.shape[2], key.shape[2], 0.0, False, False),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )[:2]
-        return out.transpose(1, 2), log_sum
-    if mask is None and _takes_flash(query, key, value):
+    if _takes_flash(query, key, value):
         out, log_sum = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, scale=scale
         )[:2]
         return out, log_sum
     key, value = _for_each_head(query, key), _for_each_head(query, value)
-    scores = _scores(query, key, causal, scale, mask)
+    scores = _scores(query, key, causal, scale)
     log_sum = scores.logsumexp(-1)
     shares = (scores - log_sum.unsqueeze(-1)).exp()
     return shares.to(value.dtype) @ value, log_sum
@@ -80,8 +57,6 @@ def gradients_of_block(
     log_sum: Tensor,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
-    window: Window | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a block adds to the gradients of the queries, and the gradients of its keys and values.
 
@@ -93,24 +68,13 @@ def gradients_of_block(
     if query.device.type == "cpu" and _alike(query, key, value):
         return tuple(
             aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(grad, query, key, value, out, log_sum, 0.0, causal), attn_mask=mask, scale=scale
+                *(grad, query, key, value, out, log_sum, 0.0, causal), scale=scale
             )
         )
     # the state of dropout's random numbers, which are not drawn; dense operands have no lengths
     state = torch.empty((2,), dtype=torch.uint64, device=query.device)
     lengths = (None, None, query.shape[2], key.shape[2])
-    if window is not None:
-        left, right = window
-        found = aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, query, key, value, out)),
-            *(log_sum, *lengths, 0.0, False, state, torch.empty_like(state)),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        of_query, of_key, of_value = (x.transpose(1, 2) for x in found)
-        return of_query, of_key, of_value
-    if mask is None and _takes_flash(query, key, value):
+    if _takes_flash(query, key, value):
         return tuple(
             aten._scaled_dot_product_flash_attention_backward(
                 *(grad, query, key, value, out, log_sum, *lengths),
@@ -119,7 +83,7 @@ def gradients_of_block(
             )
         )
     grouped, (key, value) = key.shape, (_for_each_head(query, x) for x in (key, value))
-    shares = (_scores(query, key, causal, scale, mask) - log_sum.unsqueeze(-1)).exp()
+    shares = (_scores(query, key, causal, scale) - log_sum.unsqueeze(-1)).exp()
     of_values = shares.to(grad.dtype).transpose(2, 3) @ grad
     of_shares = (grad @ value.transpose(2, 3)).to(shares.dtype)
     mean = (grad.to(shares.dtype) * out.to(shares.dtype)).sum(-1, keepdim=True)
@@ -134,11 +98,6 @@ def is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a kernel takes these operands, so that no scores exist."""
     on_cpu = query.device.type == "cpu" and _alike(query, key, value)
     return on_cpu or _takes_flash(query, key, value)
-
-
-def takes_window(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether there is a kernel with a window for these operands."""
-    return _takes_flash(query, key, value)
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -156,13 +115,9 @@ def _for_each_head(query: Tensor, x_BKsD: Tensor) -> Tensor:
     return x_BKsD.repeat_interleave(query.shape[1] // x_BKsD.shape[1], 1)
 
 
-def _scores(
-    query: Tensor, key: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     scores = (query @ key.transpose(2, 3)) * scale
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if mask is not None:
-        wide = wide + mask
     if not causal:
         return wide
     place = torch.arange(query.shape[2], device=query.device)

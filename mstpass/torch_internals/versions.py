@@ -17,7 +17,7 @@ up to 2.13  a scatter may write over expanded zeros (schedule/finished_graphs.py
             transformers builds masks under Dynamo (integrations/transformers_masks.py)
 up to 2.14  a loop's carries are in the order of their first write (loops/lowering.py)
 from 2.13   torch has a chunked head of its own: ``linear_cross_entropy``
-from 2.15   the op that draws seeds has the metadata of another (graph/checkpoint_policies.py);
+from 2.15   the op that draws seeds has the metadata of another (graph/recompute_rules.py);
             ``Function.apply`` has no frame (linter/call_stack.py); products free their workspaces:
             ``frees_cublas_workspaces``
 =========== =======================================================================================

@@ -32,7 +32,7 @@ from mstpass.argument_parsers import command_parser
 from mstpass.bench.gpu import device, heads, results
 from mstpass.bench.gpu.results import outcome_text
 from mstpass.bench.gpu.runner import PARTS, Call, Runner, in_process
-from mstpass.bench.gpu.state import MEASURED, OUT_OF_TIME, Case, Outcome, Settings, State
+from mstpass.bench.gpu.state import OUT_OF_TIME, Case, Outcome, Settings, State
 from mstpass.bench.harness import advancing
 from mstpass.bench.processes import ROOT
 
@@ -170,17 +170,6 @@ def _measure(given: Arguments, state: State, call: Call) -> None:
         variables = {heads.COSTS_VARIABLE: str(path)}
         runner = Runner(given.settings, state, call, show, environment=variables)
         runner.run(parts, given.seconds)
-    _store_costs(given, state)
-
-
-def _store_costs(given: Arguments, state: State) -> None:
-    """Keep what chunks cost for later compilations on this device, if this call has measured it."""
-    case = heads.loop_cases(given.settings)[0]
-    outcome = state.outcome(case, case.rows[0]) or {}
-    this_call = outcome.get("run") == len(state.runs) - 1
-    if outcome.get("status") == MEASURED and this_call and not given.settings.quick:
-        path = heads.store_for_later(given.settings.out)
-        print(f"what chunks cost here is stored in {path}, for later compilations")
 
 
 def _write(given: Arguments, state: State) -> None:

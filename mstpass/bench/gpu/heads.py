@@ -9,15 +9,14 @@ Shapes: x (N, D), w (V, D), y (N,).
 Part `loops`: what chunks cost on this device, and how the chunk length changes a loop's time.
 
 The first case is the calibration of `mstpass bench loops --store`. Its figures are stored in the
-results' folder, where the plans of all later parts find them, and for later compilations on this
-device. The others run a head at several chunk lengths, and a chain of MLPs.
+results' folder, where the plans of all later parts find them. The others run a head at several
+chunk lengths, and a chain of MLPs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -208,19 +207,3 @@ def _assumed(device: torch.device, quick: bool, dtype: torch.dtype) -> dict[str,
         "slowdown": [[rows, used.slowdown(loop_work, rows)] for rows in sweep.rows],
         "flops_per_us": used.rate(dtype),
     }
-
-
-def store_for_later(out: Path) -> Path | None:
-    """Add the costs in a run's folder to those that other compilations on this device use.
-
-    Returns:
-        The file that has them now; None if the run has measured none.
-    """
-    measured, path = out / COSTS_FILE, device_costs.costs_path()
-    if not measured.exists():
-        return None
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    new = {**old, **json.loads(measured.read_text(encoding="utf-8"))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
-    return path

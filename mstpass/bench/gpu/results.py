@@ -1,11 +1,7 @@
-"""Writes the results: JSON, a Markdown page, and the README's table, all from the same data.
-
-The tables are made from the data of the JSON file.
-"""
+"""Writes the results, a Markdown page and the README's table, from the rows of the state file."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +13,7 @@ from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST
 from mstpass.bench.gpu import heads
 from mstpass.bench.gpu.runner import PARTS
-from mstpass.bench.gpu.state import DRY, MEASURED, OUT_OF_TIME, SCHEMA, Outcome, State
+from mstpass.bench.gpu.state import DRY, FILE, MEASURED, OUT_OF_TIME, Outcome, State
 from mstpass.bench.processes import ROOT
 from mstpass.bench.results import (
     NONE,
@@ -179,7 +175,7 @@ def _triple(row: Outcome) -> Ratio | None:
 
 
 # ---- the files -----------------------------------------------------------------------------------
-JSON_FILE, PAGE_FILE, MARK = "gpu.json", "gpu.md", "gpu"
+PAGE_FILE, MARK = "gpu.md", "gpu"
 README = ROOT / "README.md"
 _NOTHING = "Nothing has been measured on a GPU yet."
 _DRY = "**A dry run: nothing here is measured.** Steps were traced and planned without a GPU."
@@ -192,17 +188,13 @@ _TITLES = {
 
 
 def write(state: State, folder: Path, published: bool) -> list[Path]:
-    """Write all results into a folder; if they are published, into the README as well."""
-    data = {"schema": SCHEMA, **state.to_data()}
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / JSON_FILE, folder / PAGE_FILE]
-    files[0].write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    old = files[1].read_text(encoding="utf-8") if files[1].exists() else _HEADING
-    files[1].write_text(with_section(old, MARK, section(data)), encoding="utf-8")
+    """Write the tables of a folder's rows; if they are published, into the README as well."""
+    data, page = state.to_data(), folder / PAGE_FILE
+    old = page.read_text(encoding="utf-8") if page.exists() else _HEADING
+    page.write_text(with_section(old, MARK, section(data)), encoding="utf-8")
     if published:
         write_readme(README, data)
-        files.append(README)
-    return files
+    return [page, README] if published else [page]
 
 
 def left_over(state: State) -> int:
@@ -212,11 +204,8 @@ def left_over(state: State) -> int:
 
 def published_data() -> Data | None:
     """The results in the documentation of this checkout; None where there are none."""
-    path = README.parent / "docs" / "results" / JSON_FILE
-    if not path.exists():
-        return None
-    data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return data
+    folder = README.parent / "docs" / "results"
+    return State.read(folder).to_data() if (folder / FILE).exists() else None
 
 
 # ---- the page ----------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ Pseudo-code::
 
     for node in members, in the graph's order:
         if it sums over tokens: sum over the chunk, in the accumulator's dtype, rows masked by valid
-        else:                   the same op on the operands' chunks     (graph/chunk_form.py)
+        else:                   the same op on the operands' chunks     (graph/axes.py)
 
 A sum of exponentials may be relative to the chunk's own maximum (graph/row_sums.py).
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(graph/row_sums.py), and products (products.py). Rewrites of the finished body follow:
-pointwise_values.py and gradient_in_place.py.
+(graph/row_sums.py), and products (products.py). Rewrites of the finished body follow (buffers.py).
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
 wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
@@ -42,9 +41,8 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import REPORT, SEPARATE_DIMS
-from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of
+from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of, check_chunk, chunk_call
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
-from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import START, SUM, fitted_length, initial
@@ -63,14 +61,20 @@ from mstpass.graph.row_sums import (
 )
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
-from mstpass.loops.body.gradient_in_place import write_gradients_in_place
-from mstpass.loops.body.pointwise_values import (
+from mstpass.loops.body.buffers import (
     eliminate_common_subexpressions,
     materialize_row_values,
     rematerialize_at_readers,
+    write_gradients_in_place,
 )
-from mstpass.loops.body.products import join_products, product_by_columns, products_by_columns
+from mstpass.loops.body.products import (
+    attend_chunk,
+    attention_in_rows,
+    join_products,
+    product_by_columns,
+    products_by_columns,
+)
+from mstpass.loops.operand_layout import is_literal
 from mstpass.loops.region_facts import LOW_PRECISION
 from mstpass.plans import FLOAT32, LoopPlan
 
@@ -92,14 +96,6 @@ def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.N
         return _Body(joint, loop, builder).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], REPORT(str(error))) from None
-
-
-def is_literal(node: fx.Node) -> bool:
-    """Whether the node is a number, which a body holds itself: an input would be one more load."""
-    if node.all_input_nodes:
-        return False
-    is_scalar = node.target is aten.full.default and not node.args[0]
-    return is_scalar or node.target is aten.scalar_tensor.default
 
 
 class _Body:

@@ -39,7 +39,7 @@ from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward
 
-_LOWERED = 1.2  # what an estimate may be above a peak that copies of cheap values lower
+_LOWERED = 1.6  # what an estimate may be over a peak that copies of cheap values lower
 _ABOVE = 1.1  # the largest room for nested checkpoints, over the peak without them
 _SOME = 16  # placements
 _FASTER = 8  # placements faster than the one that a bisection finds, which are tried as well

@@ -34,7 +34,8 @@ from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.segment_costs import segment_costs
-from mstpass.problem.problem import CutProblem, is_loop
+from mstpass.problem.names import is_loop
+from mstpass.problem.problem import CutProblem
 from mstpass.problem.saved_set import read_by_backward, recomputed_heavy_ops
 
 _TRIED = 4  # placements of the least room that are simulated: their order is that of estimates

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from mstpass.problem.op import (
     CALL,
@@ -76,8 +77,8 @@ def lower_bounds(problem: CutProblem) -> Iterator[LowerBound]:
 
     The modes of the problem are chosen.
     """
-    yield from BackwardBounds(problem).bounds()
-    yield from ForwardBounds(problem).bounds()
+    yield from _in_backward(problem)
+    yield from _in_forward(problem)
 
 
 def certain_bytes(problem: CutProblem) -> dict[str, int]:
@@ -116,8 +117,7 @@ class _Reads:
             self.by_call.add(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class CertainBuffer:
+class _Buffer(NamedTuple):
     """A buffer that is certain to be in memory from one position to another."""
 
     name: str
@@ -128,7 +128,7 @@ class CertainBuffer:
 
 def _certain_buffers(
     ops: Sequence[Value], reads: _Reads, leaving: Set[str], with_items: Set[str]
-) -> list[CertainBuffer]:
+) -> list[_Buffer]:
     """The certain buffers of the results of ops.
 
     Args:
@@ -147,7 +147,7 @@ def _certain_buffers(
         first = position.get(op.inputs[0], i) if op.kind == ITEM else i
         first += op.kind not in (CALL, ITEM) and _may_write_over(by_name, op)
         last = len(ops) if op.name in leaving else reads.last.get(op.name, _BEFORE_ALL)
-        found.append(CertainBuffer(op.name, op.bytes, first, last))
+        found.append(_Buffer(op.name, op.bytes, first, last))
     return found
 
 
@@ -161,157 +161,111 @@ def _may_write_over(ops: Mapping[str, Value], op: Value) -> bool:
     return any(map(fits, walk_once(op.inputs, further)))
 
 
-def _certain_kernels(ops: Sequence[Value], leaving: Set[str]) -> set[int]:
-    """The positions of the ops that are certain to run as a kernel."""
-    certain = (i for i, op in enumerate(ops) if op.kind in _KERNELS)
-    written = (i for i, op in enumerate(ops) if op.kind in _WRITTEN and op.name in leaving)
-    return {*certain, *written}
-
-
-def _alive(buffers: list[CertainBuffer], i: int) -> list[CertainBuffer]:
-    """The buffers in memory while the i-th op runs."""
-    return [b for b in buffers if b.first <= i <= b.last]
-
-
-def _total(buffers: list[CertainBuffer]) -> int:
-    return sum(buffer.bytes for buffer in buffers)
-
-
 def _names_with_items(ops: Iterable[Value]) -> set[str]:
     return {op.inputs[0] for op in ops if op.kind == ITEM and op.inputs}
 
 
-def _base(by_name: Mapping[str, Value], name: str) -> str:
-    """The value that a view shows; any other value itself."""
-    while by_name[name].kind == VIEW and by_name[name].inputs:
-        name = by_name[name].inputs[0]
-    return name
-
-
-class BackwardBounds:
-    """The bounds of the ops of the backward graph.
+class _Graph:
+    """What every plan runs of the forward, or of the backward.
 
     Attributes:
-        ops: what every plan's backward runs, in order.
-        kernels: the positions of those that are certain to run as a kernel.
-        buffers: the certain buffers of their results.
-        certain: the forward values that are certain to have a buffer when backward computes them.
+        ops: in order.
+        buffers: the certain buffers of their results, and of tangents.
     """
 
-    def __init__(self, problem: CutProblem):
-        self.problem = problem
+    def __init__(
+        self,
+        problem: CutProblem,
+        ops: Sequence[Value],
+        results: Iterable[str],
+        views: Iterable[Value] = (),
+    ):
+        """
+        Args:
+            results: what the graph returns.
+            views: as of ``_Reads``.
+        """
         by_name = {v.name: v for v in (*problem.values, *problem.backward)}
-        used = set(problem.gradients)
-        for op in reversed(problem.backward):
-            if op.name in used:
-                used.update(op.inputs)
-        self.ops = [op for op in problem.backward if op.name in used]
-        views = [v for v in problem.values if v.kind == VIEW and not v.savable and not v.free]
+        shown = lambda name: by_name[name].inputs[:1] if by_name[name].kind == VIEW else ()
+        self._leaving = {n for n in walk_once(results, shown) if not shown(n)}
+        runs = set(walk_once(results, lambda name: by_name[name].inputs))
+        self.ops = [op for op in ops if op.name in runs]
         self.reads = _Reads(self.ops, views)
-        leaving = {_base(by_name, name) for name in problem.gradients}
-        self.kernels = _certain_kernels(self.ops, leaving)
-        self.buffers = _certain_buffers(self.ops, self.reads, leaving, _names_with_items(self.ops))
+        with_items = _names_with_items(by_name.values())
+        self.buffers = _certain_buffers(self.ops, self.reads, self._leaving, with_items)
         for op in self.ops:
-            if op.kind == INPUT:  # a tangent is there from the beginning
+            if op.kind == INPUT and not op.free:  # a tangent is there from the beginning
                 last = self.reads.last.get(op.name, _BEFORE_ALL)
-                last = len(self.ops) if op.name in leaving else last
-                self.buffers.append(CertainBuffer(op.name, op.bytes, _BEFORE_ALL, last))
-        self.earliest_read = self._earliest_reads()
-        with_items = _names_with_items(problem.values)
-        self.certain = [
-            v
-            for v in problem.values
-            if v.kind not in (VIEW, CONSTANT, INPUT) and v.name not in with_items and not v.free
-            if v.kind in (CALL, ITEM) or v.name in self.reads.by_call
-        ]
+                last = len(self.ops) if op.name in self._leaving else last
+                self.buffers.append(_Buffer(op.name, op.bytes, _BEFORE_ALL, last))
 
-    def _earliest_reads(self) -> dict[str, int]:
-        """The first position at which any plan reads a value, to use it or to recompute another."""
-        earliest: dict[str, int] = {}
-        for i, op in reversed(list(enumerate(self.ops))):
-            for name in op.inputs:
-                earliest[name] = i
-        for value in reversed(self.problem.values):
-            at = earliest.get(value.name, len(self.ops))
-            for name in value.inputs:
-                earliest[name] = min(at, earliest.get(name, at))
-        return earliest
-
-    def bounds(self) -> Iterator[LowerBound]:
-        savable = [v for v in self.problem.values if v.savable and not v.free and v.kind != INPUT]
+    def kernels(self) -> Iterator[tuple[int, Value, list[_Buffer]]]:
+        """The ops that are certain to run as a kernel: the position of each, and the certain
+        buffers in memory while it runs."""
         for i, op in enumerate(self.ops):
-            if i in self.kernels:
-                yield LowerBound(
-                    op.name,
-                    in_forward=False,
-                    fixed=_total(_alive(self.buffers, i)) + op.inner_bytes,
-                    saved={v.name: v.bytes for v in savable if i <= self.held_until(v.name)},
-                    recomputed={
-                        v.name: v.bytes for v in self.certain if self._is_between_reads(v.name, i)
-                    },
-                )
-
-    def held_until(self, name: str) -> int:
-        """The last position at which a saved value is in memory under every plan."""
-        last = self.reads.last.get(name, _BEFORE_ALL)
-        return max(last, self.earliest_read.get(name, len(self.ops)) - 1)
-
-    def _is_between_reads(self, name: str, i: int) -> bool:
-        return self.reads.first.get(name, i + 1) <= i <= self.reads.last.get(name, _BEFORE_ALL)
+            if op.kind in _KERNELS or (op.kind in _WRITTEN and op.name in self._leaving):
+                yield i, op, [b for b in self.buffers if b.first <= i <= b.last]
 
 
-class ForwardBounds:
-    """The bounds of the ops of the forward graph that every plan runs.
+def _savable(problem: CutProblem) -> list[Value]:
+    return [v for v in problem.values if v.savable and not v.free and v.kind not in (INPUT, VIEW)]
 
-    Attributes:
-        ops: these ops, in order.
-        kernels: the positions of those that are certain to run as a kernel.
-        buffers: the certain buffers of their results.
-    """
 
-    def __init__(self, problem: CutProblem):
-        self.problem = problem
-        by_name = {v.name: v for v in problem.values}
-        outputs = {name for name in problem.outputs if name in by_name}
-        runs = set(outputs)
-        for value in reversed(problem.values):
-            if value.name in runs:
-                runs.update(value.inputs)
-        self.ops = [v for v in problem.values if v.name in runs]
-        leaving = {_base(by_name, name) for name in outputs}
-        self.kernels = _certain_kernels(self.ops, leaving)
-        self.buffers = _certain_buffers(
-            self.ops, _Reads(self.ops), leaving, _names_with_items(problem.values)
+def _in_backward(problem: CutProblem) -> Iterator[LowerBound]:
+    views = [v for v in problem.values if v.kind == VIEW and not v.savable and not v.free]
+    graph = _Graph(problem, problem.backward, problem.gradients, views)
+    reads, end = graph.reads, len(graph.ops)
+    earliest = _earliest_reads(problem, graph.ops)
+    with_items = _names_with_items(problem.values)
+    certain = [  # the forward values that are certain to have a buffer where backward computes them
+        v
+        for v in problem.values
+        if v.kind not in (VIEW, CONSTANT, INPUT) and v.name not in with_items and not v.free
+        if v.kind in (CALL, ITEM) or v.name in reads.by_call
+    ]
+    held_until = [  # under every plan that saves the value
+        (v, max(reads.last.get(v.name, _BEFORE_ALL), earliest.get(v.name, end) - 1))
+        for v in _savable(problem)
+    ]
+    for i, op, alive in graph.kernels():
+        between = (v for v in certain if v.name in reads.last)
+        between = (v for v in between if reads.first[v.name] <= i <= reads.last[v.name])
+        yield LowerBound(
+            op.name,
+            in_forward=False,
+            fixed=sum(buffer.bytes for buffer in alive) + op.inner_bytes,
+            saved={v.name: v.bytes for v, last in held_until if i <= last},
+            recomputed={v.name: v.bytes for v in between},
         )
 
-    def positions(self) -> dict[str, int]:
-        """Where each forward value is computed, by its place in the problem."""
-        position = {v.name: i for i, v in enumerate(self.problem.values)}
-        for value in self.problem.values:
-            if value.kind == ITEM and value.inputs:  # the call writes it
-                position[value.name] = position[value.inputs[0]]
-        return position
 
-    def bounds(self) -> Iterator[LowerBound]:
-        position = self.positions()
-        savable = [
-            v
-            for v in self.problem.values
-            if v.savable and not v.free and v.kind not in (INPUT, VIEW)
-        ]
-        for i, op in enumerate(self.ops):
-            if i not in self.kernels:
-                continue
-            alive = _alive(self.buffers, i)
-            counted = {buffer.name for buffer in alive}
-            end = position[op.name] + (op.kind == CALL)
-            saved = {
-                v.name: v.bytes for v in savable if position[v.name] < end and v.name not in counted
-            }
-            yield LowerBound(
-                op.name,
-                in_forward=True,
-                fixed=_total(alive) + op.inner_bytes,
-                saved=saved,
-                recomputed={},
-            )
+def _earliest_reads(problem: CutProblem, ops: Sequence[Value]) -> dict[str, int]:
+    """The first position at which any plan reads a value, to use it or to recompute another."""
+    earliest: dict[str, int] = {}
+    for i, op in reversed(list(enumerate(ops))):
+        earliest.update(dict.fromkeys(op.inputs, i))
+    for value in reversed(problem.values):
+        at = earliest.get(value.name, len(ops))
+        for name in value.inputs:
+            earliest[name] = min(at, earliest.get(name, at))
+    return earliest
+
+
+def _in_forward(problem: CutProblem) -> Iterator[LowerBound]:
+    position = {v.name: i for i, v in enumerate(problem.values)}
+    for value in problem.values:
+        if value.kind == ITEM and value.inputs:  # the call writes it
+            position[value.name] = position[value.inputs[0]]
+    savable = _savable(problem)
+    graph = _Graph(problem, problem.values, filter(position.__contains__, problem.outputs))
+    for _, op, alive in graph.kernels():
+        counted = {buffer.name for buffer in alive}
+        end = position[op.name] + (op.kind == CALL)
+        before = (v for v in savable if position[v.name] < end and v.name not in counted)
+        yield LowerBound(
+            op.name,
+            in_forward=True,
+            fixed=sum(buffer.bytes for buffer in alive) + op.inner_bytes,
+            saved={v.name: v.bytes for v in before},
+            recomputed={},
+        )

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from mstpass.problem.apply_modes import loop_values
+from mstpass.problem.apply_modes import loop_values, prelude_values
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.walk import walk_once
@@ -131,7 +131,8 @@ class Model:
                     finished = [
                         r.finished(traced[r.node]) for r in loop.results if r.name != r.node
                     ]
-                    for value in (*loop_values(loop, traced), *finished):
+                    before = prelude_values(loop, traced)
+                    for value in (*before, *loop_values(loop, traced), *finished):
                         yield value, self.mode[region.region, mode.name]
 
     # ---- rows ------------------------------------------------------------------------------------

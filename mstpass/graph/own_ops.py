@@ -1,4 +1,4 @@
-"""``mstpass::realize``: an op that makes Inductor write a value to a buffer at once.
+"""``mstpass::realize`` makes Inductor write a value to a buffer at once.
 
 Inductor computes a pointwise value where it is read and until then keeps its operands alive, say
 three summands of a residual stream instead of their sum. This op returns its operand unchanged, but
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from mstpass.graph.builder import fake_mode_of
-from mstpass.graph.node_copies import copy_name
+from mstpass.graph.node_meta import copy_name
 from mstpass.torch_internals.graphs import own_op
 from mstpass.torch_internals.inductor import write_to_memory
 
