@@ -22,8 +22,8 @@ from mstpass.partition import build_problem
 from mstpass.torch_internals import host_copy_ops
 
 _LIBRARY = library.Library("mstpass_tests", "DEF")
-for _schema in (*host_copy_ops.SCHEMAS, *host_copy_ops.ROWS_SCHEMAS):
-    _LIBRARY.define(_schema)
+for _op in (*host_copy_ops.all_ops(), host_copy_ops.ROWS_ON_HOST, host_copy_ops.COPY_ROWS):
+    _LIBRARY.define(str(_op._schema).removeprefix("mstpass::"))
 
 
 @dataclasses.dataclass
@@ -61,8 +61,7 @@ def _reload(tensor, device, original_size=None, original_stride=None):  # type: 
     return _begin(tensor, target)
 
 
-def _wait(tensor, keepalive=None, last_use_of_storage=None):  # type: ignore[no-untyped-def]
-    assert keepalive is None
+def _wait(tensor: Tensor, last_use: Tensor) -> Tensor:
     reference, target = _made.pending.pop(tensor.data_ptr())
     source = reference()
     assert source is not None, "the source was freed before the wait for its copy"
@@ -81,9 +80,9 @@ def _copy_rows(host: Tensor, start: int, length: int, device: torch.device) -> T
 
 
 for _name, _run, _fake in (
-    ("offload", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu")),
+    ("offload", _offload, host_copy_ops.fake_offload),
     ("reload", _reload, host_copy_ops.on_device),
-    ("wait_tensor", _wait, lambda x, keepalive=None, last_use_of_storage=None: x),
+    ("wait_tensor", _wait, host_copy_ops.fake_wait),
     ("rows_on_host", _rows_on_host, host_copy_ops.fake_value),
     ("copy_rows", _copy_rows, host_copy_ops.fake_rows),
 ):

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mstpass.graph.own_ops import own_op
 from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
+from mstpass.torch_internals.graphs import own_op
 
 # Of the backward, in a block that all rows see: at least so many, and so many for each row. The
 # gradients of a block's keys exist beside their sums; each block's part of the gradient of the

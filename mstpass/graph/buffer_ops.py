@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from mstpass.graph import ops
 from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
-from mstpass.graph.own_ops import own_op
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals import host_copy_ops
+from mstpass.torch_internals.graphs import own_op
 from mstpass.torch_internals.inductor import call_as_it_is, call_with_aligned_result
 
 aten = torch.ops.aten

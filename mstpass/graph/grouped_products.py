@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from mstpass.graph.own_ops import own_op
+from mstpass.torch_internals.graphs import own_op
 
 
 def _grouped_rows(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent
-from mstpass.graph.own_ops import own_op
+from mstpass.torch_internals.graphs import own_op
 from mstpass.walk import walk
 
 BEFORE_WRITE = own_op("before_write(Tensor x) -> Tensor", torch.clone, torch.clone)

@@ -1,43 +1,22 @@
-"""Ops of our own, ``torch.ops.mstpass``: a schema, what runs, and what a fake value is.
+"""``mstpass::realize`` makes Inductor write a value to a buffer at once.
 
-``mstpass::realize`` makes Inductor write a value to a buffer at once. Inductor computes a pointwise
-value where it is read and until then keeps its operands alive, say three summands of a residual
-stream instead of their sum. This op returns its operand unchanged, but Inductor *materializes* it:
-it writes the value to a buffer at this place in the graph ("realize" in Inductor's words).
+Inductor computes a pointwise value where it is read and until then keeps its operands alive, say
+three summands of a residual stream instead of their sum. This op returns its operand unchanged, but
+Inductor *materializes* it: it writes the value to a buffer at this place in the graph ("realize" in
+Inductor's words).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, fx, library
+from torch import Tensor, fx
 
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.node_meta import copy_name
-from mstpass.torch_internals.graphs import OpOverload
+from mstpass.torch_internals.graphs import own_op
 from mstpass.torch_internals.inductor import write_to_memory
 
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
 
-
-def own_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    """Define an op without a gradient, for every device.
-
-    Args:
-        schema: its name, arguments and results.
-        fake: what stands for its results while a graph is traced.
-    """
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    library.register_fake(f"mstpass::{name}", fake, lib=_LIBRARY)
-    op: OpOverload = getattr(torch.ops.mstpass, name).default
-    return op
-
-
-# ---- own ops -------------------------------------------------------------------------------------
 def _written(x: Tensor) -> Tensor:
     """A copy that is laid out in memory as its operand, gaps and all, as Inductor has it.
 

@@ -8,6 +8,7 @@ counts as there, which no shorter batch exceeds.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping
 
@@ -45,14 +46,10 @@ class PeaksByLength:
 
     def largest_within(self, budget_bytes: int) -> Named:
         """The sizes of the largest batch with a peak of at most this; empty if none is."""
-        low, high = 0, _STEPS
-        while low < high:  # a longer batch needs no less memory
-            step = (low + high + 1) // 2
-            if self.peak_at(self._scaled(step / _STEPS)).peak_bytes <= budget_bytes:
-                low = step
-            else:
-                high = step - 1
-        return named(self.environment, self._scaled(low / _STEPS)) if low else ()
+        peak_of = lambda step: self.peak_at(self._scaled(step / _STEPS)).peak_bytes
+        # a longer batch needs no less memory
+        most = bisect.bisect_right(range(1, _STEPS + 1), budget_bytes, key=peak_of)
+        return named(self.environment, self._scaled(most / _STEPS)) if most else ()
 
     def _scaled(self, factor: float) -> Sizes:
         return {symbol: max(2, int(size * factor)) for symbol, size in self.most.items()}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mstpass.graph.loop_op import CONDITION
 from mstpass.memory.allocation import allocated_bytes, bytes_on_gpu
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
-from mstpass.torch_internals.inductor import CustomSchedulerPass, key_of
+from mstpass.torch_internals.inductor import SchedulerPass
 from mstpass.torch_internals.versions import LostLoopError, NotCountedError
 
 if TYPE_CHECKING:
@@ -29,25 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ReadSchedule(CustomSchedulerPass):
+class ReadSchedule(SchedulerPass):
     """Inductor's pass after fusion; it keeps what it reads of each graph, and changes nothing.
 
     Attributes:
         failed: an error left a graph unread: nothing is known.
-        graphs: how many it was called with.
         schedules: those that it has read, with the bodies of their loops.
     """
 
     def __init__(self, users_pass: Callable[..., Any] | None = None):
-        self.users_pass = users_pass
+        super().__init__(users_pass)
         self.failed = False
-        self.graphs = 0
         self.schedules: list[Schedule] = []
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        self.graphs += 1
-        if self.users_pass is not None:
-            nodes = self.users_pass(nodes)
+        nodes = super().__call__(nodes)
         with self._told():
             # Imported here: a torch that lacks what the reader needs still compiles.
             from mstpass.torch_internals import inductor_schedule as reader
@@ -82,9 +78,6 @@ class ReadSchedule(CustomSchedulerPass):
                 )
             log.debug("Inductor's schedule is not read: %s", error, exc_info=error)
             self.failed = True
-
-    def uuid(self) -> Any:
-        return key_of(self.users_pass)
 
     @property
     def peak_bytes(self) -> int | None:

@@ -26,7 +26,7 @@ from mstpass.graph.sizes import Size, expression, hint, hint_numel
 from mstpass.graph.source_location import source_of
 from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
-from mstpass.returned_logits.find_logits import find_logits, value_of
+from mstpass.returned_logits.find_logits import find_logits, returned, value_of
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.batch_sizes import symbols_among
 from mstpass.torch_internals.collectives import bucket_being_compiled
@@ -134,7 +134,7 @@ def _refusal(gm: fx.GraphModule, logits: fx.Node, known: Any) -> str:
     bucket = bucket_being_compiled()
     if bucket is not None:
         call, whole = bucket
-        places = [i for i, item in enumerate(_returned(gm)) if item is logits]
+        places = [i for i, item in enumerate(returned(gm)) if item is logits]
         if not _only_returned(call, places):
             return _IN_OTHER_BUCKET
         gm = whole
@@ -151,19 +151,10 @@ def _only_returned(call: fx.Node, positions: Sequence[int]) -> bool:
     return True
 
 
-def _returned(gm: fx.GraphModule) -> tuple[Any, ...]:
-    (returned,) = gm.graph.output_node().args
-    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
-
-
 def _take_out(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[DroppedOutput, ...]:
-    returned = _returned(gm)
-    dropped = [
-        _dropped(position, item)
-        for position, item in enumerate(returned)
-        if isinstance(item, fx.Node) and item in nodes
-    ]
-    kept = tuple(r for r in returned if not (isinstance(r, fx.Node) and r in nodes))
+    places = [(i, item) for i, item in enumerate(returned(gm)) if item in nodes]
+    dropped = [_dropped(position, item) for position, item in places]
+    kept = tuple(item for item in returned(gm) if item not in nodes)
     gm.graph.output_node().args = (kept,)
     gm.recompile()
     return tuple(dropped)

@@ -151,7 +151,7 @@ class FoundLogits:
 
 def find_logits(gm: fx.GraphModule) -> list[FoundLogits]:
     """The outputs that are logits beside their loss, and those of which that is not certain."""
-    outputs = list(dict.fromkeys(returned_nodes(gm)))
+    outputs = [*dict.fromkeys(one for one in returned(gm) if isinstance(one, fx.Node))]
     losses = [node for node in outputs if _is_loss(node)]
     if not losses or not torch.is_grad_enabled():
         return []
@@ -160,11 +160,10 @@ def find_logits(gm: fx.GraphModule) -> list[FoundLogits]:
     return [logits for logits in found if logits is not None]
 
 
-def returned_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+def returned(gm: fx.GraphModule) -> tuple[Any, ...]:
     """What the graph returns, in order."""
-    (returned,) = gm.graph.output_node().args
-    items = returned if isinstance(returned, tuple | list) else (returned,)
-    return [item for item in items if isinstance(item, fx.Node)]
+    (found,) = gm.graph.output_node().args
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def _is_loss(node: fx.Node) -> bool:

@@ -152,10 +152,7 @@ def _is_inlined(node: fx.Node) -> bool:
     not larger than theirs.
     """
     value = value_of(node)
-    if value is None or not _has_no_kernel(node):
-        return False
-    readers = ops.readers_through_views(node)
-    if not all(_has_no_kernel(reader) or ops.is_reduction(reader) for reader in readers):
+    if value is None or not is_inlined_operand(node):
         return False
     return value.device.type != "cpu" or nbytes(node) > _operand_bytes(node)
 
@@ -312,6 +309,4 @@ def host_copy_waits(graph: fx.Graph) -> Waits:
 
 def _is_anchor(node: fx.Node) -> bool:
     """Whether other nodes may wait for the node, and it for them: a matmul or attention."""
-    if not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
-        return False
-    return is_heavy(node) and not is_pinned(node) and value_of(node) is not None
+    return _is_heavy(node) and not is_pinned(node) and value_of(node) is not None

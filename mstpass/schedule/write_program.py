@@ -216,7 +216,7 @@ class _Writer:
 
     def _await_offload(self, op: Op) -> fx.Node:
         value, copy = (self.env[name] for name in op.inputs)
-        args = (copy, None, value)
+        args = (copy, value)
         return self._call(host_copy_ops.WAIT, args, f"{value.name}_host", copy.meta["val"])
 
     def _reload(self, op: Op) -> fx.Node:
@@ -228,7 +228,7 @@ class _Writer:
 
     def _await_reload(self, op: Op) -> fx.Node:
         copy, on_host = self.env[op.inputs[0]], self.env[host_name(op.node_name)]
-        args = (copy, None, on_host)
+        args = (copy, on_host)
         return self._call(host_copy_ops.WAIT, args, f"{op.node_name}_back", copy.meta["val"])
 
     def _rows_on_host(self, op: Op) -> fx.Node:

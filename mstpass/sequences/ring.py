@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mstpass.sequences.ranks import Ranks
-from mstpass.sequences.rules import Rules, for_each_head
+from mstpass.sequences.rules import Rules
 from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
 from mstpass.torch_internals.exchanges import pass_on
 
@@ -83,15 +83,15 @@ class _Ring(torch.autograd.Function):
         size: int,
         group_name: str,
     ) -> Tensor:
-        heads, features = query.shape[1], key.shape[-1]
-        out, log_sum = attend_block(query, *_of_heads(key, value, heads), causal, scale)
+        features = key.shape[-1]
+        out, log_sum = attend_block(query, key, value, causal, scale)
         out = _cast(out, log_sum.dtype)
         block = torch.cat((key, value), -1)
         for step in range(1, size):
             block = pass_on(block, rank, size, group_name)
             if causal and step > rank:  # of a later rank
                 continue
-            k, v = _of_heads(block[..., :features], block[..., features:], heads)
+            k, v = _parts(block, features)
             more, its_log_sum = attend_block(query, k, v, False, scale)
             both = torch.logaddexp(log_sum, its_log_sum)
             out = out * _share(log_sum, both) + more.to(out.dtype) * _share(its_log_sum, both)
@@ -116,7 +116,7 @@ class _Ring(torch.autograd.Function):
             block, of_keys = both.unbind()
             if causal and step > rank:
                 continue
-            k, v = block[..., :features].to(key.dtype), block[..., features:].to(value.dtype)
+            k, v = _parts(block.to(key.dtype), features)
             of_q, more = _gradients(k, v, False, *of_result)
             of_query, of_keys = of_query + of_q, of_keys + more
         if size > 1:
@@ -137,16 +137,13 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What a block adds to the queries' gradients, and those of its keys and values, joined."""
-    k, v = _of_heads(key, value, query.shape[1])
-    of_q, of_k, of_v = gradients_of_block(grad, query, k, v, out, log_sum, causal, scale)
-    both = torch.cat((of_k, of_v), -1).to(log_sum.dtype)
-    B, _, s, width = both.shape
-    return of_q.to(log_sum.dtype), both.reshape(B, key.shape[1], -1, s, width).sum(2)
+    of_q, of_k, of_v = gradients_of_block(grad, query, key, value, out, log_sum, causal, scale)
+    return of_q.to(log_sum.dtype), torch.cat((of_k, of_v), -1).to(log_sum.dtype)
 
 
-def _of_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of each head; kernels that return log-sums take no grouped queries."""
-    return for_each_head(key, heads).contiguous(), for_each_head(value, heads).contiguous()
+def _parts(block: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a block, for kernels."""
+    return block[..., :features].contiguous(), block[..., features:].contiguous()
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, library
 from torch._higher_order_ops.utils import autograd_not_implemented
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator, OpOverload
@@ -74,6 +74,24 @@ def implement(op: HigherOrderOperator, eager: Callable[..., Any], fake: Callable
     op.py_autograd_impl(autograd_not_implemented(op, deferred_error=True))
     op.py_impl(FakeTensorMode)(fake)
     op.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(eager)
+
+
+_LIBRARY = library.Library("mstpass", "FRAGMENT")  # one that is collected takes its ops away
+
+
+def own_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Define an op of our own, ``torch.ops.mstpass``, without a gradient and for every device.
+
+    Args:
+        schema: its name, arguments and results.
+        fake: what stands for its results while a graph is traced.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    library.register_fake(f"mstpass::{name}", fake, lib=_LIBRARY)
+    op: OpOverload = getattr(torch.ops.mstpass, name).default
+    return op
 
 
 # ---- calls as plain data -----------------------------------------------------------------------

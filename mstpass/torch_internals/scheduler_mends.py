@@ -33,7 +33,6 @@ the CPU. Source: torch/_inductor/scheduler.py, graph.py, sizevars.py, codegen/cp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,27 +53,17 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.symbol import SymT, free_symbol_is_type
 
-from mstpass.torch_internals.inductor import CustomSchedulerPass, key_of
+from mstpass.torch_internals.inductor import SchedulerPass
 
 _COUNTS_HINTS = hasattr(SizeVarAllocator, "all_unbacked_explicitly_hinted")  # from torch 2.12 on
 _ADDS_RIGHT = hasattr(CppKernel, "_use_parallel_atomic_add")  # from torch 2.14 on
 
 
-class MendScheduler(CustomSchedulerPass):
-    """Mends the scheduler of each graph that it is called with; the user's pass runs first.
-
-    Attributes:
-        graphs: how many it was called with.
-    """
-
-    def __init__(self, users_pass: Callable[..., Any] | None = None):
-        self.users_pass = users_pass
-        self.graphs = 0
+class MendScheduler(SchedulerPass):
+    """Mends the scheduler of each graph that it is called with."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        self.graphs += 1
-        if self.users_pass is not None:
-            nodes = self.users_pass(nodes)
+        nodes = super().__call__(nodes)
         for node in nodes:
             for kernel in node.get_nodes():
                 if isinstance(kernel, SchedulerNode):
@@ -86,9 +75,6 @@ class MendScheduler(CustomSchedulerPass):
         if nodes:
             mend_vectorized_cpp(nodes[0].scheduler)
         return nodes
-
-    def uuid(self) -> Any:
-        return key_of(self.users_pass)
 
 
 def keep_names(kernel: Any) -> None:

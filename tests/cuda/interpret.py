@@ -26,7 +26,6 @@ _ON_CPU = {  # of the generated code, each with what it becomes
     "torch.cuda.set_device(0)": "pass",
     "async_compile.triton(": "interpreted(",
     "device(type='cuda', index=0)": "device(type='cpu')",
-    "torch.ops.ao.": "torch.ops.mstpass_tests.",
     **{
         f"torch.ops.mstpass.{op}.": f"torch.ops.mstpass_tests.{op}."
         for op in ("offload", "reload", "wait_tensor")

@@ -81,22 +81,7 @@ def compile_artifacts(own: Any) -> None:
     own.trace_structured_artifact("mstpass_probe", "string", lambda: "")
 
 
-# ---- host copies and attention -----------------------------------------------------------------
-def host_copy_ops(own: Any) -> None:
-    """The ops that copy a value from a GPU to the host and back, beside computation."""
-    expected = {
-        "offload": ["tensor"],
-        "reload": ["tensor", "device", "original_size", "original_stride"],
-        "wait_tensor": ["tensor", "keepalive", "last_use_of_storage"],
-    }
-    schemas = [op._schema for op in own.all_ops()]
-    names = [schema.name.partition("::")[2] for schema in schemas]
-    expect(names == [*expected], f"copies are named {names}")
-    for schema, arguments in zip(schemas, expected.values(), strict=True):
-        found = [argument.name for argument in schema.arguments]
-        expect(found == arguments, f"{schema.name} has the arguments {found}")
-
-
+# ---- attention --------------------------------------------------------------------------------
 def attention_kernels(own: Any) -> None:
     """Which fused attention op the device's own dispatch chooses, and a call with a window."""
     for op in (aten._flash_attention_forward, aten._flash_attention_backward):
