@@ -16,8 +16,8 @@ from torch import fx
 from mstpass.detect_stage import members_of, names_of, rejected
 from mstpass.graph.advice import MAY_SAVE, REPORT, Reason, fix_of
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import depends_on_data
-from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
