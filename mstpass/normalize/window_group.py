@@ -13,7 +13,7 @@ from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import Size, generic, is_size
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
-from mstpass.normalize.lanes import Lane, Windows
+from mstpass.normalize.lanes import Lane, Windows, looks
 from mstpass.normalize.partial import Partial
 from mstpass.normalize.token_window import TAKERS, rows_taken
 from mstpass.walk import walk
@@ -61,7 +61,7 @@ class WindowGroup(Partial):
     def _match_operands(self, nodes: list[fx.Node]) -> None:
         """Note which operands of the lanes' nodes belong to each other."""
         operands = [_arguments(node) for node in nodes]
-        if len(set(map(len, operands))) > 1:
+        if len(set(map(looks, nodes))) > 1 or len(set(map(len, operands))) > 1:
             raise CannotTake(nodes[0], "the windows are worked on in different ways")
         for each in zip(*operands, strict=True):
             if len({type(argument) for argument in each}) > 1:
