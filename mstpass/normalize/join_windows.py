@@ -68,8 +68,7 @@ from mstpass.normalize.lanes import (
     next_windows,
     sink_of,
 )
-from mstpass.normalize.partial import grid_shape, replace_alike
-from mstpass.normalize.token_window import TAKERS, taken_dim
+from mstpass.normalize.partial import TAKERS, grid_shape, replace_alike, taken_dim
 from mstpass.normalize.window_group import WindowGroup
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 

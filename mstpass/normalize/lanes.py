@@ -26,7 +26,7 @@ from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
 from mstpass.graph.sizes import Size, generic, is_size, is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
-from mstpass.normalize.token_window import (
+from mstpass.normalize.partial import (
     SCATTERS,
     TAKERS,
     readings,

@@ -53,7 +53,7 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.partial import Partial, replace_alike
+from mstpass.normalize.partial import Partial, downstream, replace_alike
 from mstpass.normalize.parts import (
     CATS,
     COMBINED,
@@ -62,7 +62,6 @@ from mstpass.normalize.parts import (
     Parts,
     PartsFlow,
 )
-from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
