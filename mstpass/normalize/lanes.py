@@ -99,7 +99,8 @@ class Lane:
     def signature(self) -> tuple[object, ...]:
         numbers = {node: number for number, node in enumerate(self.cone)}
         read = [(demand.kind, numbers[demand.node]) for demand in self.demands]
-        return (*read, *(looks(node) for node in self.cone if node is not self.item))
+        others = (looks(node) for node in self.cone if node is not self.item)
+        return (self.item.target, len(shape_of(self.item)), *read, *others)
 
     def wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
