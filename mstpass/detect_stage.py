@@ -101,7 +101,7 @@ def _detect(
             prepared, changed = other, of_other
             candidates, others = candidates_of(prepared)
             rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
-    if prepared is not joint and not any(changed.intersection(members_of(c)) for c in candidates):
+    if prepared is not joint and not any(changed.intersection(c.members) for c in candidates):
         prepared, (candidates, _) = joint, candidates_of(joint)
     if not limit.is_free and not all(map(_has_sections, candidates)):
         other, of_other = runner.run_all(FOR_SECTIONS, prepared)
@@ -117,16 +117,11 @@ def _detect(
 
 def names_of(candidates: Iterable[RegionCandidates]) -> set[str]:
     """The names of the members of all these regions."""
-    return {name for candidate in candidates for name in members_of(candidate)}
+    return {name for candidate in candidates for name in candidate.members}
 
 
 def _has_sections(candidate: RegionCandidates) -> bool:
     return any(plan.mode == MIXED or plan.axis == FEATURES for _, plan in candidate.plans)
-
-
-def members_of(candidate: RegionCandidates) -> list[str]:
-    """The names of the members of a region."""
-    return [*candidate.members]
 
 
 def rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:

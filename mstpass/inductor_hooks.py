@@ -27,8 +27,7 @@ from mstpass.errors import please_report, told
 from mstpass.graph import device_costs
 from mstpass.graph.advice import REPORT
 from mstpass.graph.collectives import collectives_in
-from mstpass.graph.host_copies import is_host_copy
-from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.loop_op import is_host_copy, mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
 from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops

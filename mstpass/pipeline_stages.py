@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.detect_stage import members_of, names_of, rejected
+from mstpass.detect_stage import names_of, rejected
 from mstpass.graph.advice import MAY_SAVE, REPORT, Reason, fix_of
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import depends_on_data
-from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
@@ -222,7 +222,7 @@ def _problem(
             reason = f"the loops of {guilty.region} would read values made from their own results"
             told = REPORT(reason)
         except CannotTake as error:
-            guilty = candidates[_holder(error.node, list(map(members_of, candidates)))]
+            guilty = candidates[_holder(error.node, [[*c.members] for c in candidates])]
             told = _told(error)
         rejections.append(rejected("apply", guilty.plans[0][1], told))
         candidates = [candidate for candidate in candidates if candidate is not guilty]

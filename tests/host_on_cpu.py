@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, library
 
 from mstpass import gpus
-from mstpass.graph import device_costs, host_copies
+from mstpass.graph import device_costs, loop_op
 from mstpass.partition import build_problem
 from mstpass.torch_internals import host_copy_ops
 
@@ -105,7 +105,7 @@ def host_on_cpu(bytes_per_us: float = 1e4, least_bytes: int = 1) -> Iterator[Cop
         patch(host_copy_ops, "WAIT", ops.wait_tensor.default)
         patch(host_copy_ops, "ROWS_ON_HOST", ops.rows_on_host.default)
         patch(host_copy_ops, "COPY_ROWS", ops.copy_rows.default)
-        patch(host_copies, "DEVICE_TYPE", "cpu")
+        patch(loop_op, "DEVICE_TYPE", "cpu")
         patch(build_problem, "LEAST_OFFLOADED_BYTES", least_bytes)
         kind = dataclasses.replace(gpus.gpu(gpus.DEFAULT), host_bytes_per_us=bytes_per_us)
         patch(device_costs, "kind_of_gpu", lambda device: kind)

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 import mstpass
 from mstpass import pipeline
-from mstpass.graph.input_writes import BEFORE_WRITE, is_input_write, unproven_write
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.recompute_rules import BEFORE_WRITE, is_input_write, unproven_write
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import needs_torch

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.graph.source_location import module_path
+from mstpass.graph.node_meta import module_path
 from tests.models import Block, GatedMLP
 
 D = 8

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import grad, jvp, vmap
 
 import mstpass
-from mstpass.regions import make_region
+from mstpass.regions import detect
 from mstpass.torch_internals.fake_tensors import is_ordinary
 from tests.checks import check_against_float64, compiled, errors, kinds
 from tests.models import MLPS, Block
@@ -140,7 +140,7 @@ def test_loops_read_ordinary_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> N
     z = torch.randn(4, 4, dtype=torch.complex64)
     others = (z.conj(), z.conj().imag, torch._efficientzerotensor((4, 4)), z.real.to_sparse())
     assert is_ordinary(z) and not any(map(is_ordinary, others))
-    monkeypatch.setattr(make_region, "is_ordinary", lambda value: value.shape != (256, 128))
+    monkeypatch.setattr(detect, "is_ordinary", lambda value: value.shape != (256, 128))
     up, down = torch.randn(32, 128, requires_grad=True), torch.randn(128, 32)
     step = compiled(lambda x: (F.gelu(x @ up) @ down).sin().sum(), chunk_tokens=64)
     step(torch.randn(256, 32)).backward()

@@ -12,6 +12,5 @@ node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py            what backward may recompute: by op, by the user
 loop_op.py, own_ops.py        the ops that the passes add to a graph
-source_location.py            the user's lines and modules
-node_meta.py, graph_text.py   names and metadata
+node_meta.py, graph_text.py   metadata, the user's lines and modules, names
 """

@@ -32,9 +32,9 @@ from mstpass.graph import ops
 from mstpass.graph.attention import is_flex
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.op_rows import row
 from mstpass.graph.sizes import hint, hint_shape
-from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload
 

@@ -87,7 +87,7 @@ class Rewriting:
         self.builder = Builder(self.graph, fake_mode_of(self.joint.nodes))
         self.renewal = Renewal(self.graph)
         self._original = joint
-        self._replaced = dict(joint.replaced)
+        self._replaced, self._readers = dict(joint.replaced), set[str]()
 
     @cached_property
     def sizes(self) -> SizeNodes:
@@ -106,11 +106,9 @@ class Rewriting:
 
     def replace(self, old: fx.Node, new: fx.Node, readers: list[fx.Node] | None = None) -> None:
         """Let all readers of a node, or the given ones, read another."""
-        if readers is None:
-            old.replace_all_uses_with(new)
-        else:
-            for reader in readers:
-                reader.replace_input_with(old, new)
+        for reader in list(old.users) if readers is None else readers:
+            reader.replace_input_with(old, new)
+            self._readers.add(reader.name)
         self.renewal.replaced(old, new)
         self._replaced[old.name] = new.name
 
@@ -142,11 +140,13 @@ class Rewriting:
         return JointGraph(self.joint.module, self.joint.num_fwd_outputs, self._replaced)
 
     def result(self, reorder: bool = False) -> Rewritten:
-        """The new joint graph, and the names of its nodes that are new or read such ones."""
+        """The new joint graph, and the names of its nodes that are new, or read others than before,
+        or new ones."""
         new = self.finished(reorder)
         made = {new.by_name[name] for name in new.new_names(self._original)}
         readers = {user for node in made for user in node.users}
-        return new, frozenset(node.name for node in made | readers)
+        names = {node.name for node in made | readers}
+        return new, frozenset(names | (self._readers & new.by_name.keys()))
 
     def _keep_layouts(self, output: fx.Node, recorded: fx.Node) -> None:
         results: Any = output.args[0]

@@ -35,8 +35,8 @@ from mstpass.graph.joint import ancestors, is_tangent, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.narrow_offsets import NarrowCall, narrow_calls
 from mstpass.graph.node_cost import flops, total_flops
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import hint
-from mstpass.graph.source_location import source_of
 from mstpass.linter.report import (
     BOUNDARY,
     DEAD,

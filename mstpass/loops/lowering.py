@@ -34,9 +34,17 @@ from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter, done
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
-from mstpass.graph.host_copies import is_last_reader, is_rows_on_host, rows_on_host
 from mstpass.graph.joint import value_of
-from mstpass.graph.loop_op import CONDITION, OutputSpec, initial, mst_loop, overwritten
+from mstpass.graph.loop_op import (
+    CONDITION,
+    OutputSpec,
+    initial,
+    is_last_reader,
+    is_rows_on_host,
+    mst_loop,
+    overwritten,
+    rows_on_host,
+)
 from mstpass.graph.own_ops import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step

@@ -21,8 +21,8 @@ from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.call_work import attention_work, moved_bytes
 from mstpass.graph.device_costs import costs_of
-from mstpass.graph.host_copies import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
+from mstpass.graph.loop_op import bytes_of_rows, is_in_rows
 from mstpass.graph.loop_work import loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.sizes import generic

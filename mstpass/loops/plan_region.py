@@ -40,7 +40,7 @@ from mstpass.options import Options
 from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
 from mstpass.problem.names import renamed
 from mstpass.problem.problem import MIXED, MUST_SAVE, SAVE
-from mstpass.regions.make_region import RETURNED
+from mstpass.regions.detect import RETURNED
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 _TRIED = 4  # regions that another one is compared with: the layers of a model are of few kinds

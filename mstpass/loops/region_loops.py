@@ -258,7 +258,7 @@ def _value(facts: RegionFacts, node: fx.Node, names: Set[str], may_recompute: Se
 
 
 # ---- results over operands ---------------------------------------------------------------------
-# Which results of a loop are written over one of its operands (graph/host_copies.py).
+# Which results of a loop are written over one of its operands (graph/loop_op.py).
 #
 # In the backward of a block the loop over queries reads the gradient of the block's output, and
 # returns that of its input as far as it is known then; the next loop reads this, and returns the

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from mstpass.graph import ops
-from mstpass.graph.host_copies import is_rows_on_host, is_wait_for_reload
-from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import value_of
+from mstpass.graph.loop_op import is_rows_on_host, is_wait_for_reload
+from mstpass.graph.recompute_rules import is_input_write
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument

@@ -11,16 +11,16 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.buffer_ops import parts_in_place
-from mstpass.graph.host_copies import (
+from mstpass.graph.joint import nbytes, tensors_of
+from mstpass.graph.loop_op import (
     is_on_host,
     is_wait_for_reload,
+    mst_loop,
     operands_in_rows,
     rows_on_host,
     written_over,
 )
-from mstpass.graph.input_writes import is_input_write
-from mstpass.graph.joint import nbytes, tensors_of
-from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.recompute_rules import is_input_write
 from mstpass.graph.sizes import depends_on_data, hint_numel, is_size, is_static
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels

@@ -38,8 +38,8 @@ from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import Refusal, Spec, group_of
+from mstpass.normalize.partial import Reading, readings, rows_taken
 from mstpass.normalize.parts import Parts
-from mstpass.normalize.token_window import Reading, readings, rows_taken
 from mstpass.regions.anchors import WIDEN, anchors, widths
 
 aten = torch.ops.aten

@@ -44,7 +44,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import Size, expression, generic_shape, is_size, is_static, same_shape
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
-from mstpass.normalize.token_window import downstream
+from mstpass.normalize.partial import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.torch_internals.fake_tensors import bind_as, binds_size
 

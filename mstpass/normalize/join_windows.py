@@ -48,7 +48,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Container
-from typing import Any
 
 import torch
 from torch import fx
@@ -68,8 +67,7 @@ from mstpass.normalize.lanes import (
     next_windows,
     sink_of,
 )
-from mstpass.normalize.partial import grid_shape, replace_alike
-from mstpass.normalize.token_window import TAKERS, taken_dim
+from mstpass.normalize.partial import TAKERS, grid_shape, replace_alike, taken_dim
 from mstpass.normalize.window_group import WindowGroup
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
@@ -98,7 +96,7 @@ def join_products(joint: JointGraph) -> Rewritten:
     return repeated(joint, next_product_windows, _joined)
 
 
-def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
+def _joined(joint: JointGraph, windows: Windows) -> Rewritten:
     grid_shape(windows.source, windows.spec, windows.grid)  # can its token dims be merged?
     groups = _groups(_lanes(joint, windows))
     if windows.of_products and len(groups) > 1:
@@ -109,10 +107,8 @@ def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
         if group[0].has_gradients and tokens < LEAST_SHARE * axis_size:
             raise CannotTake(group[0].item, "most tokens would be computed for nothing")
     rewriting = Rewriting(joint)
-    writer = _Writer(rewriting, windows, groups)
-    writer.write()
-    new = rewriting.finished(reorder=True)
-    return new, {*new.new_names(joint), *writer.changed}
+    _Writer(rewriting, windows, groups).write()
+    return rewriting.result(reorder=True)
 
 
 def _lanes(joint: JointGraph, windows: Windows) -> list[Lane]:
@@ -135,16 +131,12 @@ def _groups(lanes: list[Lane]) -> list[list[Lane]]:
     for lane in sorted(lanes, key=lambda lane: lane.start):
         for group in groups:
             alike = group[0].signature == lane.signature
-            if alike and group[-1].stop <= lane.start and _same_op(group[0].item, lane.item):
+            if alike and group[-1].stop <= lane.start:
                 group.append(lane)
                 break
         else:
             groups.append([lane])
     return groups
-
-
-def _same_op(a: fx.Node, b: fx.Node) -> bool:
-    return a.target is b.target and len(shape_of(a)) == len(shape_of(b))
 
 
 # A gradient of an item -> its group, the number of its lane, and the same gradient of lane 0.
@@ -157,7 +149,6 @@ class _Writer:
     def __init__(self, rewriting: Rewriting, windows: Windows, groups: list[list[Lane]]):
         self.rewriting, self.windows, self.groups = rewriting, windows, groups
         self.joint, self.builder = rewriting.joint, rewriting.builder
-        self.changed: set[str] = set()
 
     def write(self) -> None:
         """Write all of them.
@@ -189,7 +180,7 @@ class _Writer:
                 sink = sink_of(reader, self.windows)
                 found.append((self._node(sink.node), self._sink(sink, gradients)))
         for old, new in found:
-            self._replace(old, new)
+            replace_alike(self.rewriting, old, new)
         for term in terms:
             self._leave_out(term)
 
@@ -203,7 +194,7 @@ class _Writer:
             (user,) = live  # the others were left out before
             others = [n for n in user.all_input_nodes if n is not term]
             if user.target is aten.add.Tensor and len(others) == 1 and not user.kwargs:
-                self._replace(user, others[0])
+                replace_alike(self.rewriting, user, others[0])
                 return
             if not ops.is_cheap_view(user) and user.target is not _CONVERT:
                 break
@@ -237,21 +228,14 @@ class _Writer:
                 raise CannotTake(first, "is written to other dims")
             whole = group.sizes.reshaped(group.merged([first]), list(value.shape))
             if len(of_group) < len(group.lanes) or not group.has_all_tokens:
-                mask = group.sizes.reshaped(group.mask(of_group), self._mask_shape(sink, value))
+                grid, after = self.windows.grid, value.dim() - sink.first - len(self.windows.grid)
+                shape = [*[1] * sink.first, *grid, *[1] * after]
+                mask = group.sizes.reshaped(group.mask(of_group), shape)
                 rest = self.builder.filled([], 0, value) if result is None else result
                 whole = self.builder.call(aten.where.self, mask, whole, rest)
             result = whole
         assert result is not None, "the result is known"
         return result
-
-    def _mask_shape(self, sink: Sink, value: torch.Tensor) -> list[Any]:
-        grid = self.windows.grid
-        after = value.dim() - sink.first - len(grid)
-        return [*[1] * sink.first, *grid, *[1] * after]
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        self.changed.update(user.name for user in old.users)
-        replace_alike(self.rewriting, old, new)
 
 
 def next_product_windows(

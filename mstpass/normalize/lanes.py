@@ -8,15 +8,13 @@ Terms:
         ``window``  a narrow value, token by token
         ``sink``    the gradient of the item, by a node that writes it to its place among all tokens
         ``sum``     a wide value, by the gradient of a weight, which sums over the lane's tokens
-    *alike*: lanes are alike if the same ops lead from their items to their demands. Narrow values
-        from outside, such as the labels, may differ.
+    *alike*: lanes are alike if their values are made by the same ops in the same order, and are
+        read alike. Narrow values from outside, such as the labels, may differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import itertools
 from typing import Any
 
@@ -28,7 +26,7 @@ from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
 from mstpass.graph.sizes import Size, generic, is_size, is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
-from mstpass.normalize.token_window import (
+from mstpass.normalize.partial import (
     SCATTERS,
     TAKERS,
     readings,
@@ -36,7 +34,6 @@ from mstpass.normalize.token_window import (
     scattered_source,
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
-from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 
@@ -68,12 +65,11 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """A value of a lane that is read outside: how, by which node, and the value's structure."""
+    """A value of a lane that is read outside: how, and by which node."""
 
     kind: str
     node: fx.Node
     reader: fx.Node
-    structure: str
 
 
 @dataclasses.dataclass
@@ -101,7 +97,10 @@ class Lane:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        return tuple((demand.kind, demand.structure) for demand in self.demands)
+        numbers = {node: number for number, node in enumerate(self.cone)}
+        read = [(demand.kind, numbers[demand.node]) for demand in self.demands]
+        others = (looks(node) for node in self.cone if node is not self.item)
+        return (self.item.target, len(shape_of(self.item)), *read, *others)
 
     def wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
@@ -178,7 +177,6 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
         result = ops.result_spec(user, operand, lane.cone[operand])
         if isinstance(result, tuple) and result != WHOLE and _agrees(user, result, lane):
             lane.cone[user] = result
-    structures: dict[fx.Node, str] = {}
     for node in joint.sorted(lane.cone):
         for reader in joint.users(node):
             if reader in lane.cone or (not lane.wide(node) and _sums_wide(reader, lane)):
@@ -186,9 +184,8 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
             kind = _how_read(joint, windows, lane, node, reader)
             if kind == "window" and any(demand.node is node for demand in lane.demands[-1:]):
                 continue
-            end = reader if kind == "sum" else node
-            lane.demands.append(Demand(kind, node, reader, _structure(end, lane, structures)))
-    lane.demands.sort(key=lambda demand: (demand.kind, demand.structure))
+            lane.demands.append(Demand(kind, node, reader))
+    lane.demands.sort(key=lambda demand: demand.kind)
     return lane
 
 
@@ -231,37 +228,11 @@ def _sums_wide(reader: fx.Node, lane: Lane) -> bool:
     return ops.result_spec(reader, wide[0], lane.cone[wide[0]]) == SUM
 
 
-def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
-    """The ops that lead to a value, seen down to the item and to narrow values from outside."""
-    for one in needed_first(node, functools.partial(_made_of, lane), known):
-        if one is lane.item:
-            known[one] = "item"
-        elif _is_outside(one, lane):
-            known[one] = "outside"
-        else:
-            mapped = fx.map_arg(_arguments(one, lane), known.__getitem__)
-            known[one] = hashlib.sha1(f"{one.target}{mapped}".encode()).hexdigest()
-    return known[node]
-
-
-def _is_outside(node: fx.Node, lane: Lane) -> bool:
-    # a short lane may have fewer elements than a weight
-    return node not in lane.cone and (not lane.is_made_of_wide(node) or ops.is_weight(node))
-
-
-def _made_of(lane: Lane, node: fx.Node) -> list[fx.Node]:
-    """The operands that count for a value's structure."""
-    found: list[fx.Node] = []
-    if node is not lane.item and not _is_outside(node, lane):
-        fx.map_arg(_arguments(node, lane), found.append)
-    return found
-
-
-def _arguments(node: fx.Node, lane: Lane) -> Any:
-    if node not in lane.cone and node.target in TAKERS:  # of another value
-        return node.args[:1], node.kwargs
+def looks(node: fx.Node) -> str:
+    """The op of a node and its arguments, but for operands and for a shape."""
     position = ops.row(node).shape_arg
-    return tuple(None if i == position else arg for i, arg in enumerate(node.args)), node.kwargs
+    args = [None if i == position else argument for i, argument in enumerate(node.args)]
+    return f"{node.target}{fx.map_arg((args, node.kwargs), lambda operand: None)}"
 
 
 # ---- where a gradient is written -----------------------------------------------------------------

@@ -39,10 +39,10 @@ from mstpass.graph.advice import FLAG_OF_KERNEL
 from mstpass.graph.bands import Band, band_of
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, hint_shape
-from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.plans import Rejection
 from mstpass.torch_internals.attention_kernels import (

@@ -13,7 +13,7 @@ never computed, and the region has a single set of tokens, as a loop needs. The 
 same, except for the order of the sums over tokens.
 
 Terms:
-    *window*: the tokens that the slice, or the vector of numbers, selects (token_window.py).
+    *window*: the tokens that the slice, or the vector of numbers, selects (partial.py).
     *small value*: a value for the tokens of the window alone (partial.py).
 """
 
@@ -33,14 +33,16 @@ from mstpass.graph.recompute_rules import compared
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import generic, generic_shape
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
-from mstpass.normalize.partial import Partial, grid_shape, replace_alike
-from mstpass.normalize.token_window import (
+from mstpass.normalize.partial import (
     Choice,
+    Partial,
     are_distinct,
     choice_of,
     choices,
+    grid_shape,
     grid_spec,
     is_scatter,
+    replace_alike,
     row_index,
     scattered_source,
     slice_bounds,

@@ -39,7 +39,7 @@ from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.sizes import Size
 from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
-from mstpass.normalize.token_window import downstream
+from mstpass.normalize.partial import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten

@@ -10,12 +10,16 @@ is the same op on operands for the same tokens::
 Each value is computed once, at the current place in the graph, in chunk form (tokens.py): all of
 its tokens are in one dim. *On a grid* it has one dim for each of the graph's token dims. Heads, and
 parts (parts.py), are to their axis what tokens are.
-"""
+
+It also says which wide values hold tokens, and which of these a slice, a selection or an index
+takes."""
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +27,220 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, Axis, add_chunk
+from mstpass.graph.heads import bound_of
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting
-from mstpass.graph.sizes import Size, is_size, same_shape
-from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.sizes import Size, generic_shape, is_size, same_shape
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.walk import needed_first
 
 aten = torch.ops.aten
+TAKERS = (aten.select.int, aten.slice.Tensor)
+SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
+_SLICES = (aten.slice.Tensor, aten.slice_scatter.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Some of the tokens of a value. Two choices are equal if they are the same tokens.
+
+    Attributes:
+        grid: the sizes of the token dims, such as (B, S), at the generic point (sizes.py).
+        axis: the position in the grid of the dim along which they are taken.
+        tokens: the numbers along that dim, or the name of the vector that holds them in its order;
+            there a token may be taken twice.
+    """
+
+    grid: tuple[int, ...]
+    axis: int
+    tokens: range | str
+
+
+# ---- what reads wide values ----------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A node of the forward that reads a wide value, and the token dims of both.
+
+    Attributes:
+        result: the node's token dims, or why it has none.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    spec: Spec
+    result: Spec | Reduced | Refusal
+
+
+def readings(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Iterator[Reading]:
+    """What reads a product and the wide values that are made of it token by token, in order."""
+    specs: dict[fx.Node, Spec] = {anchor: spec}
+    waiting = [joint.index[user] for user in anchor.users]
+    heapq.heapify(waiting)
+    last = None
+    while waiting:
+        i = heapq.heappop(waiting)
+        node, seen, last = joint.nodes[i], i == last, i
+        source = next((n for n in node.all_input_nodes if n in specs), None)
+        if seen or source is None or node in joint.backward or node.op != "call_function":
+            continue
+        result = ops.result_spec(node, source, specs[source])
+        yield Reading(node, source, specs[source], result)
+        if isinstance(result, tuple) and result != WHOLE:
+            if numel(node) >= WIDE_OF_ANCHOR * numel(anchor):
+                specs[node] = result
+                for user in node.users:
+                    heapq.heappush(waiting, joint.index[user])
+
+
+def choices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Node, Spec]]:
+    """The forward slices and indices over tokens of such values, with the sources' specs."""
+    return [
+        (reading.node, reading.spec)
+        for reading in readings(joint, anchor, spec)
+        if reading.node.target is aten.slice.Tensor
+        or (row_index(reading.node) is not None and reading.source is reading.node.args[0])
+        if taken_dim(reading.node) in reading.spec
+    ]
+
+
+def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
+    """Of the anchors and the values that depend on them: the token dims, and the anchor.
+
+    A node gets both from its first operand that has them. Values whose token dims the op table
+    cannot follow are left out.
+    """
+    found = {anchor: (spec, anchor) for anchor, spec in joint.cached(anchors)}
+    for node in joint.nodes:
+        if node.op != "call_function" or node in found:
+            continue
+        source = next((operand for operand in node.all_input_nodes if operand in found), None)
+        if source is None:
+            continue
+        spec, anchor = found[source]
+        result = ops.result_spec(node, source, spec)
+        if isinstance(result, tuple) and result != WHOLE:
+            found[node] = result, anchor
+    return found
+
+
+# ---- one slice, selection or index, or what writes it into zeros ---------------------------------
+def rows_taken(node: fx.Node) -> tuple[int, range] | None:
+    """The dim along which a slice or a selection takes rows, or its counterpart writes them.
+
+    And their numbers, at the generic point. None of other ops, and if a tensor says which one.
+    """
+    if node.target not in (*TAKERS, *SCATTERS):
+        return None
+    dim, size = taken_dim(node), shape_of(source_or_result(node))[taken_dim(node)]
+    if node.target in _SLICES:
+        return dim, range(*slice(*map(bound_of, slice_bounds(node))).indices(size))
+    index = argument(node, "index")
+    return (dim, range(index % size, index % size + 1)) if isinstance(index, int) else None
+
+
+def taken_dim(node: fx.Node) -> int:
+    """The dim along which a choice is made or written, counted from the left."""
+    if row_index(node) is not None:
+        return 0
+    (dim,) = dims_of(node, source_or_result(node).meta["val"].dim(), "dim")
+    return dim
+
+
+def source_or_result(node: fx.Node) -> fx.Node:
+    """The value of which a node takes some tokens, or that it makes by writing them."""
+    return node if is_scatter(node) else node.all_input_nodes[0]
+
+
+def slice_bounds(node: fx.Node) -> list[Any]:
+    """The arguments start, stop and step of a ``slice`` or ``slice_scatter``."""
+    return [argument(node, name) for name in ("start", "end", "step")]
+
+
+def choice_of(node: fx.Node, spec: Spec) -> Choice | None:
+    """The tokens that a slice or an index takes, or that its counterpart writes; None if it takes
+    others, or some with gaps.
+
+    Args:
+        spec: the token dims of the value that is taken from, or that is written into.
+    """
+    shape = generic_shape(source_or_result(node).meta["val"])
+    index = row_index(node)
+    if index is not None:
+        return Choice((shape[0],), 0, index.name) if spec == (0,) else None
+    taken = rows_taken(node) if node.target in _SLICES else None
+    if taken is None or taken[0] not in spec or taken[1].step != 1 or not taken[1]:
+        return None
+    return Choice(tuple(shape[d] for d in spec), spec.index(taken[0]), taken[1])
+
+
+def row_index(node: fx.Node) -> fx.Node | None:
+    """The vector of row numbers with which a node reads rows, or writes each one's own values.
+
+    None if the node does something else. Rows that are written are added up where a number stands
+    in the vector twice.
+    """
+    if node.target not in (aten.index.Tensor, aten.index_put.default):
+        return None
+    indices: Any = argument(node, "indices")
+    index = indices[0] if len(indices) == 1 else None
+    if not isinstance(index, fx.Node):
+        return None
+    value = value_of(index)
+    if value is None or value.dim() != 1 or value.dtype in (torch.bool, torch.uint8):
+        return None
+    if node.target is aten.index_put.default:
+        written = value_of(node.args[2])  # type: ignore[arg-type]
+        if written is None or not (argument(node, "accumulate") or are_distinct(index)):
+            return None
+        rows = [*generic_shape(value), *generic_shape(node.meta["val"])[1:]]
+        if list(generic_shape(written)) != rows:
+            return None
+    return index
+
+
+def are_distinct(rows: fx.Node) -> bool:
+    """Whether no row number stands in the vector twice, as far as the graph tells."""
+    return (
+        rows.target is aten.squeeze.dim and rows.all_input_nodes[0].target is aten.nonzero.default
+    )
+
+
+def is_scatter(node: fx.Node) -> bool:
+    """Whether the node writes the values of a choice."""
+    return node.target in SCATTERS or (
+        node.target is aten.index_put.default and row_index(node) is not None
+    )
+
+
+def scattered_source(node: fx.Node) -> fx.Node:
+    """What such a node writes."""
+    source = node.args[2 if node.target is aten.index_put.default else 1]
+    assert isinstance(source, fx.Node), "the source is a node"
+    return source
+
+
+def grid_spec(node: fx.Node, shape: Sequence[int], grid: Sequence[int], axis: int) -> Spec | None:
+    """The dims of a value that hold the token dims of a choice; None if it has none.
+
+    Dims of size 1 may stand between them.
+
+    Args:
+        node: makes or writes a choice along the dim at ``axis`` of the grid.
+        shape: of the value of which it takes some, or that it writes into.
+    """
+    dim = taken_dim(node)
+    before = [d for d in range(dim) if shape[d] != 1]
+    after = [d for d in range(dim + 1, len(shape)) if shape[d] != 1]
+    if len(before) < axis:
+        return None
+    spec = (*before[len(before) - axis :], dim, *after[: len(grid) - axis - 1])
+    return spec if [shape[d] for d in spec] == list(grid) else None
+
+
+# ---- values for other tokens ---------------------------------------------------------------------
 
 
 class Partial:

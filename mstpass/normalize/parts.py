@@ -27,7 +27,7 @@ from mstpass.graph.sizes import Size, generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
-from mstpass.normalize.token_window import (
+from mstpass.normalize.partial import (
     SCATTERS,
     TAKERS,
     downstream,

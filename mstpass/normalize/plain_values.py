@@ -52,8 +52,8 @@ import torch
 from torch import fx
 
 from mstpass.graph.builder import fake_mode_of, fake_values
-from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, Modules, tensors_of, value_of
+from mstpass.graph.recompute_rules import BEFORE_WRITE
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import is_size
 from mstpass.torch_internals.fake_tensors import FakeTensorMode, is_ordinary

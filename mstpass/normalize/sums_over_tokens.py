@@ -97,7 +97,7 @@ from mstpass.graph.row_sums import exponents, sum_of_row
 from mstpass.graph.sizes import generic_shape, same_shape, symbols_of
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.normalize.token_window import downstream
+from mstpass.normalize.partial import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 from mstpass.torch_internals.collectives import ALL_REDUCE
 from mstpass.torch_internals.graphs import schema_of

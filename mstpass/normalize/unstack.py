@@ -53,7 +53,7 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
-from mstpass.normalize.partial import Partial, replace_alike
+from mstpass.normalize.partial import Partial, downstream, replace_alike
 from mstpass.normalize.parts import (
     CATS,
     COMBINED,
@@ -62,7 +62,6 @@ from mstpass.normalize.parts import (
     Parts,
     PartsFlow,
 )
-from mstpass.normalize.token_window import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
@@ -186,9 +185,8 @@ class _Unstacker:
         self.each = [_Part(self.rewriting, flow, number, self._whole) for number in numbers]
         self.put_together: dict[fx.Node, fx.Node] = {}
         self.in_parts = {*flow.held, *flow.picks, *flow.combined}
-        self.changed: set[str] = set()
 
-    def unstack(self) -> tuple[JointGraph, set[str]]:
+    def unstack(self) -> Rewritten:
         """The new graph, and the names of its nodes that were changed or made.
 
         Raises:
@@ -199,13 +197,12 @@ class _Unstacker:
         for node in self.joint.nodes:
             with graph.inserting_before(node):
                 if node in self.flow.picks:
-                    self._replace(node, self._pick(node))
+                    replace_alike(self.rewriting, node, self._pick(node))
                 elif node in self.flow.combined:
-                    self._replace(node, self._combination(node))
+                    replace_alike(self.rewriting, node, self._combination(node))
                 elif node in self.flow.held and (readers := node.users.keys() - self.in_parts):
                     self.rewriting.replace(node, self._whole(node), [*readers])
-        new = self.rewriting.finished()
-        return new, {*new.new_names(self.joint), *(self.changed & new.by_name.keys())}
+        return self.rewriting.result()
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """The parts of a narrow value put together.
@@ -285,10 +282,6 @@ class _Unstacker:
         dims = reduced_dims(node, len(shape))
         (count,) = self.sizes.arguments([math.prod(shape[d] for d in dims)])
         return self.builder.call(aten.div.Tensor, total, count)
-
-    def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        self.changed.update(user.name for user in node.users)
-        replace_alike(self.rewriting, node, new)
 
 
 def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:

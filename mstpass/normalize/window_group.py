@@ -13,10 +13,8 @@ from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.sizes import Size, generic, is_size
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
-from mstpass.normalize.lanes import Lane, Windows
-from mstpass.normalize.partial import Partial
-from mstpass.normalize.token_window import TAKERS, rows_taken
-from mstpass.walk import walk
+from mstpass.normalize.lanes import Lane, Windows, looks
+from mstpass.normalize.partial import TAKERS, Partial, rows_taken
 
 aten = torch.ops.aten
 
@@ -61,7 +59,7 @@ class WindowGroup(Partial):
     def _match_operands(self, nodes: list[fx.Node]) -> None:
         """Note which operands of the lanes' nodes belong to each other."""
         operands = [_arguments(node) for node in nodes]
-        if len(set(map(len, operands))) > 1:
+        if len(set(map(looks, nodes))) > 1 or len(set(map(len, operands))) > 1:
             raise CannotTake(nodes[0], "the windows are worked on in different ways")
         for each in zip(*operands, strict=True):
             if len({type(argument) for argument in each}) > 1:
@@ -173,22 +171,13 @@ def _arguments(node: fx.Node) -> list[Any]:
     return found
 
 
-def _same_value(a: object, b: object) -> bool:
+def _same_value(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes are one, or the same constant, perhaps viewed."""
-    for x, y in walk([(a, b)], _arguments_in_pairs):
-        if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
-            if x != y:
-                return False
-        elif x is not y:
-            if not (ops.is_constant(x) or ops.is_cheap_view(x)) or x.target is not y.target:
-                return False
-            if x.kwargs != y.kwargs or len(x.args) != len(y.args):
-                return False
+    while a is not b:
+        known = ops.is_constant(a) or ops.is_cheap_view(a)
+        if not known or looks(a) != looks(b) or shape_of(a) != shape_of(b):
+            return False
+        if not a.all_input_nodes:
+            return True
+        a, b = a.all_input_nodes[0], b.all_input_nodes[0]
     return True
-
-
-def _arguments_in_pairs(pair: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    a, b = pair
-    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-        return []
-    return [*zip(a.args, b.args, strict=True)]

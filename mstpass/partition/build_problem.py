@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.graph import device_costs, host_copies, ops
+from mstpass.graph import device_costs, loop_op, ops
 from mstpass.graph.collectives import is_pending, may_repeat, sizes_agree
-from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.node_cost import time_us
-from mstpass.graph.recompute_rules import Policies, is_heavy, is_pinned, policies_of
+from mstpass.graph.recompute_rules import Policies, is_heavy, is_input_write, is_pinned, policies_of
 from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import OptionError, Options
@@ -172,7 +171,7 @@ def _offload(node: fx.Node, must: bool) -> str:
     microseconds whatever its size.
     """
     value = value_of(node)
-    if value is None or value.device.type != host_copies.DEVICE_TYPE or is_size(node):
+    if value is None or value.device.type != loop_op.DEVICE_TYPE or is_size(node):
         return ""
     least = 1 if must else LEAST_OFFLOADED_BYTES  # torch tells copies apart by their addresses
     if not is_dense(value) or nbytes(node) < least:
@@ -207,5 +206,5 @@ def host_memory(joint: JointGraph, options: Options) -> Host | None:
 def _gpu_of(joint: JointGraph) -> torch.device | None:
     values = (value for node in joint.nodes for value in tensors_of(node.meta.get("val")))
     return next(
-        (value.device for value in values if value.device.type == host_copies.DEVICE_TYPE), None
+        (value.device for value in values if value.device.type == loop_op.DEVICE_TYPE), None
     )

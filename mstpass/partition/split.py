@@ -17,8 +17,8 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.source_location import source_of
 from mstpass.memory.host_copies import HostCopy
 from mstpass.memory.program import Program
 from mstpass.plans import SavedValue, SavePlan, Transfer

@@ -24,10 +24,14 @@ from mstpass.graph import ops
 from mstpass.graph.advice import OUR_BUDGET
 from mstpass.graph.attention import is_flex, is_flex_subgraph
 from mstpass.graph.collectives import is_between_two_ranks
-from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.recompute_rules import draws_random_numbers, has_effect, policies_of
+from mstpass.graph.recompute_rules import (
+    draws_random_numbers,
+    has_effect,
+    policies_of,
+    unproven_write,
+)
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch

@@ -35,9 +35,9 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import START, mst_loop, stacked_dim
+from mstpass.graph.recompute_rules import BEFORE_WRITE
 from mstpass.graph.renew_values import defined_strides, may_be_view, order_of_copy
 from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
 from mstpass.torch_internals.fake_tensors import binds_size, storage_key, without_guards

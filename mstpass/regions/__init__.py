@@ -1,13 +1,13 @@
 """Find regions: the token-parallel nodes around a wide matmul that a loop over chunks can run, and
 attention, which is parallel over heads.
 
-detect.py        all regions of a graph, and what was refused; calls the others in this order:
+detect.py        all regions of a graph, as plain data, and what was refused; calls the others in
+                 this order:
 anchors.py       the matmuls that widen, from which regions grow
 grow.py          a region while it grows, along any axis: its members and their specs
 wide_growth.py   what belongs to a region of tokens or features: all that touches wide values
 close_fused.py   complete a region whose backward can run in the forward
 absorb.py        add users that reduce what leaves a region
-make_region.py   the finished region as plain data, and the last checks
 attention.py     attention that a loop over groups of heads can run, and what was refused:
   head_growth.py   what is computed head by head with it
 masked_attention.py, blocks.py   attention in rows of queries, alone or with the MLP behind it

@@ -15,8 +15,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.advice import STATIC_SIZE
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import Size, generic, generic_shape, hint, is_static
-from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.plans import Rejection
 from mstpass.walk import walk_once

@@ -35,7 +35,7 @@ from mstpass.graph.attention import heads_dim, is_attention
 from mstpass.graph.axes import HEADS
 from mstpass.graph.heads import HeadAxis, HeadDim
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
-from mstpass.graph.source_location import source_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import found_regions

@@ -28,8 +28,8 @@ from mstpass.graph.advice import NARROW_EXCHANGE, OTHER_REGION, RETURN_SUM, ROWW
 from mstpass.graph.axes import Axis
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens

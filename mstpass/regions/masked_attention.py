@@ -26,8 +26,8 @@ from mstpass.graph.advice import HEADS_APART, NO_MASK, NO_MASK_OR_BUDGET
 from mstpass.graph.attention import OTHER_RESULT, ROWS, is_backward, mask_of
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import is_static
-from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.tokens import CannotTake, Refusal, Spec

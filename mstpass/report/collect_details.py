@@ -14,9 +14,8 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
-from mstpass.graph.node_meta import original_name
+from mstpass.graph.node_meta import Place, original_name, place_of
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
-from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome

@@ -24,8 +24,8 @@ from torch import fx, nn
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.graph.advice import LOSS_IN_GRAPH, is_output
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import hint_numel
-from mstpass.graph.source_location import source_of
 from mstpass.plans import Outcome, Rejection
 from mstpass.report.report import Report
 from mstpass.torch_internals.collectives import DDP, FSDP2, Split, Wrapper, wrapper_of

@@ -22,8 +22,8 @@ from torch import fx
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.graph.advice import LOGITS_AS_MADE, NO_DDP_SPLITS, ONE_GRAPH
+from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import Size, expression, hint, hint_numel
-from mstpass.graph.source_location import source_of
 from mstpass.options import Options
 from mstpass.plans import Outcome, Rejection
 from mstpass.returned_logits.find_logits import find_logits, returned, value_of

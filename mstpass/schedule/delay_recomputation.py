@@ -32,8 +32,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import done
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import descendants, is_tangent, nbytes, value_of
+from mstpass.graph.loop_op import is_host_copy
 from mstpass.graph.own_ops import REALIZE
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.memory.op_kinds import kind_of

@@ -12,7 +12,7 @@ several times as often as it has them, and with its copies to the host and back:
                 return ..., v_host                                 op(v)
 
 schedule/delay_recomputation.py has Inductor keep the copies there. A loop that copies rows from the
-host itself reads ``rows_on_host(v_host)``, or views of it (graph/host_copies.py).
+host itself reads ``rows_on_host(v_host)``, or views of it (graph/loop_op.py).
 """
 
 from __future__ import annotations

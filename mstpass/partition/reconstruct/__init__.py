@@ -30,7 +30,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.source_location import source_of
+from mstpass.graph.node_meta import source_of
 from mstpass.limit import Limit
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
