@@ -38,7 +38,7 @@ from mstpass.partition.torch_partitioner import needs_torch, split_by_torch, wit
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
-from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes, with_node_names
+from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.names import value_name
 from mstpass.problem.problem import CutProblem, Plan
 
@@ -297,12 +297,12 @@ def split(
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
         return Split(modules, _named(save_plan, planned.joint), reason)
-    problem, plan = with_node_names(with_modes(planned.problem, planned.plan.modes), planned.plan)
-    done = with_reconstruction(rewritten, problem, plan, options, planned.limit, runner)
+    step, plan = planned.simulation, planned.plan
+    done = with_reconstruction(rewritten, step.problem, plan, options, planned.limit, runner)
     if done is not None:
         problem, plan, written = done
-        rewritten = written.joint
-    program = planned.program_of(StepSimulation.of(problem, plan))
+        rewritten, step = written.joint, StepSimulation.of(problem, plan)
+    program = planned.program_of(step)
     modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
         runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))

@@ -200,9 +200,9 @@ def repeated_regions(count: int, inner_bytes: int = 0) -> CutProblem:
         values.append(Value(wide, 10, (x,), CALL, us=40.0, heavy=True))
         values.append(Value(y, 1, (wide,), CALL, us=1.0, heavy=True))
         before, g = f"g{count - 1 - i}", f"g{count - i}"
-        forward = Loop(f"loop:{y}", (wide, y), (x,), (LoopResult(y, 1),), inner_bytes, 41.0)
+        forward = Loop(f"mst_loop_{y}", (wide, y), (x,), (LoopResult(y, 1),), inner_bytes, 41.0)
         again, result = (wide, g), (LoopResult(g, 1),)
-        backward = Loop(f"loop:{g}", again, (x, before), result, inner_bytes, 15.0)
+        backward = Loop(f"mst_loop_{g}", again, (x, before), result, inner_bytes, 15.0)
         modes = (Mode("whole"), Mode("recompute", (forward, backward)))
         regions.append(RegionModes(f"r{i}", modes))
     for i in range(count):

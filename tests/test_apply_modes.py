@@ -24,9 +24,14 @@ def _chain() -> CutProblem:
         Value("dx", 8, ("dwide",), "call", us=4.0),
     )
     loops = (
-        Loop("loop:out", ("wide", "out"), ("x",), (LoopResult("out", 8),), 16, 8.0),
+        Loop("mst_loop_out", ("wide", "out"), ("x",), (LoopResult("out", 8),), 16, 8.0),
         Loop(
-            "loop:dx", ("wide", "dwide", "dx"), ("x", "tangent"), (LoopResult("dx", 8),), 32, 12.0
+            "mst_loop_dx",
+            ("wide", "dwide", "dx"),
+            ("x", "tangent"),
+            (LoopResult("dx", 8),),
+            32,
+            12.0,
         ),
     )
     modes = RegionModes("wide", (Mode("recompute", loops), Mode("whole")))
@@ -41,8 +46,8 @@ def test_loops_take_the_place_of_their_members() -> None:
     assert [v.name for v in whole.values] == ["x", "wide", "out"]
     assert step_memory(whole, {"wide"}).peak_bytes == 64 + 8 + 64 + 8  # the caller holds "out"
     chunked = with_modes(problem, {})
-    assert [v.name for v in chunked.values] == ["x", "loop:out", "out"]
-    assert [v.name for v in chunked.backward] == ["tangent", "loop:dx", "dx"]
+    assert [v.name for v in chunked.values] == ["x", "mst_loop_out", "out"]
+    assert [v.name for v in chunked.backward] == ["tangent", "mst_loop_dx", "dx"]
     assert not any(v.needed for v in chunked.values if not v.free)
     assert step_memory(chunked, frozenset()).peak_bytes == 8 + 8 + 32 + 8
     assert step_us(chunked, frozenset()) == 20.0 and step_us(whole, {"wide"}) == 16.0
@@ -60,8 +65,8 @@ def test_what_the_caller_holds_is_there_all_through_the_backward() -> None:
 
 def test_loops_that_need_each_other_are_no_plan() -> None:
     problem = _chain()
-    one = Loop("loop:out", ("out",), ("dx",), (LoopResult("out", 8),), 1, 1.0)
-    two = Loop("loop:dx", ("dx",), ("out",), (LoopResult("dx", 8),), 1, 1.0)
+    one = Loop("mst_loop_out", ("out",), ("dx",), (LoopResult("out", 8),), 1, 1.0)
+    two = Loop("mst_loop_dx", ("dx",), ("out",), (LoopResult("dx", 8),), 1, 1.0)
     circle = dataclasses.replace(problem, regions=(RegionModes("r", (Mode("save", (one, two)),)),))
     with pytest.raises(Cycle, match="needs its own results"):
         with_modes(circle, {})

@@ -19,7 +19,7 @@ from mstpass.loops import candidate_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solve import memory_of, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.peak_search import peak_search
 from tests.attention_models import HEADS, WIDTH, Form, LatentLayer, Layer
 from tests.checks import check_against_float64, joint_graph, kinds
@@ -56,7 +56,7 @@ def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.Monkey
     plan, *_ = solve(
         result.problem, Options(memory_budget=0.0), Limit.of(Options(memory_budget=0.0)), ""
     )
-    planned = memory_of(result.problem, plan)
+    planned = simulate_plan(result.problem, plan).memory
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
     monkeypatch.setattr(candidate_modes, "attention_candidates", lambda *_: ([], []))

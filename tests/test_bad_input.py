@@ -114,7 +114,6 @@ def test_subclass_inputs() -> None:
     torch.testing.assert_close(found.b, expected.b)
 
 
-@pytest.mark.kernels
 def test_inference_and_optimizer_steps() -> None:
     model = TinyLM(600, 32)
     ids = torch.randint(0, 600, (2, 300))

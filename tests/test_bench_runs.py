@@ -64,7 +64,7 @@ def test_peers_from_model_to_files(tmp_path, monkeypatch, capsys):
 
 def test_peers_has_a_row_for_each_limit():
     names = [c.name for c in peers._contenders(*llama(LlamaSize(16, 1, 2, 32, 64, 20), CPU))]
-    assert {*peers.LIMITS, *peers.LARGE_LIMITS, "eager", "Inductor"} <= set(names)
+    assert {*peers.LIMITS, "eager", "Inductor"} <= set(names)
     assert len(names) == len(set(names))
 
 

@@ -20,7 +20,7 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_ops import Moment, StepMemory
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solve import memory_of, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan
@@ -60,7 +60,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     forward, backward = (module.graph for module in result.modules)
     real = simulate_step(forward, backward, scatters_delayed=not limit.is_free)
     plan, *_ = solve(result.problem, options, limit, "")
-    planned = memory_of(result.problem, plan)
+    planned = simulate_plan(result.problem, plan).memory
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
 
@@ -80,7 +80,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
     plan, *_ = solve(result.problem, options, Limit.of(options), "")
-    planned = memory_of(result.problem, plan)
+    planned = simulate_plan(result.problem, plan).memory
     assert [region.mode for region in result.outcome.regions] == ["fused"]
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)
 
@@ -89,7 +89,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
 def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> None:
     problem = _problem(size)
     solve = SOLVERS["peak_search"]
-    free = memory_of(problem, solve(problem, None)).peak_bytes
+    free = simulate_plan(problem, solve(problem, None)).peak_bytes
     least = simulate_plan(problem, solve(problem, 0)).lowered_peak_bytes
     assert least < 0.6 * free
     peaks, times = [], []
@@ -105,20 +105,14 @@ def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> Non
     assert times[0] > times[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.kernels
+@pytest.mark.full  # test_inductor_schedule.py holds measured peaks to budgets in bytes in each run
 @pytest.mark.parametrize(
-    ("size", "share"),
-    [
-        (ONE_LAYER, 0.15),
-        *(pytest.param(SIZE, share, marks=pytest.mark.full) for share in (0.15, 0.6)),
-        pytest.param(SMALL_HEAD, 0.3, marks=pytest.mark.full),
-    ],
+    ("size", "share"), [(ONE_LAYER, 0.15), (SIZE, 0.15), (SIZE, 0.6), (SMALL_HEAD, 0.3)]
 )
 def test_the_measured_peak_stays_within_a_budget_in_bytes(size: LlamaSize, share: float) -> None:
     problem = _problem(size)
     solve = SOLVERS["peak_search"]
-    free, least = (memory_of(problem, solve(problem, b)).peak_bytes for b in (None, 0))
+    free, least = (simulate_plan(problem, solve(problem, b)).peak_bytes for b in (None, 0))
     budget = int(_ABOVE * (least + share * (free - least)))
     model, ids, target = llama(size, torch.device("cpu"))
     step = compiled(lambda ids, target: model(ids, target), memory_budget=budget)
@@ -198,7 +192,7 @@ def test_a_budget_between_costs_a_time_between() -> None:
     """All that the least memory saves here are loops' results: no checkpoint is chosen besides."""
     problem = _problem(LlamaSize(64, 2, 2, 192, 256, 8192))
     free, least = (peak_search(problem, budget) for budget in (None, 0))
-    highest, lowest = (memory_of(problem, plan).peak_bytes for plan in (free, least))
+    highest, lowest = (simulate_plan(problem, plan).peak_bytes for plan in (free, least))
     shortest, longest = (_us(problem, plan) for plan in (free, least))
     for share in (0.3, 0.6):
         budget = int(lowest + share * (highest - lowest))

@@ -153,7 +153,7 @@ def _chain(speed: float = BYTES, others: int = 0) -> CutProblem:
             backward.append(Value(f"whole{i}", 8, (before, f"x{i}"), CALL, us=US))
             before = f"whole{i}"
         in_rows = ((f"rows{i}", CHUNK),)
-        loop = Value(f"loop:g{i}", 0, (before, f"rows{i}"), CALL, 8, us=US, in_rows=in_rows)
+        loop = Value(f"mst_loop_g{i}", 0, (before, f"rows{i}"), CALL, 8, us=US, in_rows=in_rows)
         backward += [loop, Value(f"g{i}", 2 * BYTES, (loop.name,), CALL)]
     return CutProblem(
         tuple(values),
@@ -173,8 +173,8 @@ def test_a_loop_needs_the_rows_of_a_chunk_and_the_time_of_the_copies() -> None:
     whole = StepSimulation(problem, ALL, offloaded=ALL)
     rows = StepSimulation(problem, ALL, offloaded=ALL, by_chunk=ALL)
     held_bytes = 2 * BYTES + 8  # the gradient that it reads, and the loss
-    assert _at(rows)["loop:g1"] == held_bytes + 8 + CHUNK
-    assert _at(whole)["loop:g1"] >= held_bytes + 8 + BYTES
+    assert _at(rows)["mst_loop_g1"] == held_bytes + 8 + CHUNK
+    assert _at(whole)["mst_loop_g1"] >= held_bytes + 8 + BYTES
     assert rows.peak_bytes < whole.peak_bytes
     assert not any(op.name.endswith(":reload") for op in rows.program.backward)
     backward_us = sum(op.us for op in rows.program.backward)
@@ -186,7 +186,7 @@ def test_what_reads_all_of_a_value_reads_a_copy_of_it() -> None:
     step = StepSimulation(_chain(others=1), ALL, offloaded=ALL, by_chunk=ALL)
     ops = {op.name: op for op in step.program.backward}
     assert ops["whole1"].inputs == ("g2", "x1") and ops["x1"].inputs == ("x1:reload",)
-    assert ops["loop:g1"].inputs == ("whole1", "rows1:rows")
+    assert ops["mst_loop_g1"].inputs == ("whole1", "rows1:rows")
     assert "rows1" not in ops  # nothing reads the view of the copy
     assert [copy.name for copy in step.program.reloads] == ["x1"]
 

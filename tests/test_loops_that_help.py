@@ -103,7 +103,7 @@ def test_only_the_loops_that_raise_the_peak_are_given_up() -> None:
         wide, narrow = f"wide{i}", f"x{i + 1}"
         values += [Value(wide, 100, (f"x{i}",), CALL), Value(narrow, 1, (wide,), CALL)]
         loop = Loop(
-            f"loop:{narrow}", (wide, narrow), (f"x{i}",), (LoopResult(narrow, 1),), size, 1.0
+            f"mst_loop_{narrow}", (wide, narrow), (f"x{i}",), (LoopResult(narrow, 1),), size, 1.0
         )
         regions.append(RegionModes(name, (Mode("recompute", (loop,)), Mode("whole"))))
     problem = CutProblem(tuple(values), outputs=("x4",), regions=tuple(regions))

@@ -23,7 +23,7 @@ from mstpass.partition.split import split_joint
 from mstpass.pipeline import run
 from mstpass.plans import SavePlan
 from mstpass.problem.op import INPUT, ITEM, SIZE
-from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.problem.problem import Plan, Value
 from tests.checks import joint_graph
 from tests.models import MLPS, Attention, Block
 
@@ -35,12 +35,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepSimulation, Progr
     """The steps that the pipeline has written, with their programs and graphs."""
     steps: list[StepSimulation] = []
     found: list[tuple[StepSimulation, Program, Modules]] = []
+    program_of = pipeline_stages.Planned.program_of
 
-    class Recorded(StepSimulation):
-        @classmethod
-        def of(cls, problem: CutProblem, plan: Plan) -> StepSimulation:
-            steps.append(StepSimulation.of(problem, plan))
-            return steps[-1]
+    def of_step(planned: pipeline_stages.Planned, step: StepSimulation) -> Program:
+        steps.append(step)
+        return program_of(planned, step)
 
     def recorded(
         joint: JointGraph, program: Program, plan: Plan, solver: str, **torch_kwargs: Any
@@ -49,7 +48,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepSimulation, Progr
         found.append((steps[-1], program, modules))
         return modules, save_plan
 
-    monkeypatch.setattr(pipeline_stages, "StepSimulation", Recorded)
+    monkeypatch.setattr(pipeline_stages.Planned, "program_of", of_step)
     monkeypatch.setattr(pipeline_stages, "split_joint", recorded)
     return found
 

@@ -170,9 +170,7 @@ PICKS: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.kernels) if n == "several" else n for n in PICKS]
-)
+@pytest.mark.parametrize("name", PICKS)
 def test_several_words_in_sections(name: str) -> None:
     report = check_against_float64(LossModel(), step_of(PICKS[name]), [token_ids()], **OPTIONS)
     assert ("lm_head", MIXED) in kinds(report), str(report)

@@ -20,13 +20,13 @@ pytestmark = [
 TOLERANCE = 1e-5
 # compiled, or about the batch alone and in eager mode
 ALWAYS = (
-    *("llama", "packed", "ring", "fully_sharded", "one_key_value_head"),
+    *("llama", "plain", "packed", "ring", "fully_sharded", "one_key_value_head"),
     *("padded_left", "few_labels", "no_labels", "accumulated"),
     *("groups_of_heads", "groups_of_odd_heads", "encoder_with_own_loss"),
 )
 OTHERS = (
     *("window", "sinks", "checkpointed", "latent", "plain_ring"),
-    *("more_ranks_than_heads", "ring_of_encoder", "softcap", "encoder", "plain", "experts"),
+    *("more_ranks_than_heads", "ring_of_encoder", "softcap", "encoder", "experts"),
     *("odd_key_value_heads", "all_heads", "learned_positions", "padded_right", "embedded"),
     *("groups_that_share_a_head", "groups_with_sinks", "groups_of_documents"),
     "groups_with_dropout",
@@ -90,7 +90,7 @@ def _are_right(found: Found) -> None:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    found = run_ranks("sequence_parallel", [*ALWAYS, "refusals"], kernels=["llama"])
+    found = run_ranks("sequence_parallel", [*ALWAYS, "refusals"], kernels=["plain"])
     for refused in found.pop("refusals"):
         assert refused.keys() == REFUSED.keys()
         for about, part in REFUSED.items():

@@ -40,7 +40,7 @@ def test_defaults_are_left_out(tmp_path: Path) -> None:
 
 
 def _record(**changes: object) -> bytes:
-    record = {"format": "mstpass cut problem", "version": 3, "values": [{"name": "x", "bytes": 4}]}
+    record = {"format": "mstpass cut problem", "version": 4, "values": [{"name": "x", "bytes": 4}]}
     return json.dumps({**record, **changes}).encode()
 
 
@@ -51,7 +51,7 @@ def _record(**changes: object) -> bytes:
         (gzip.compress(_record(), mtime=0)[:-9], "not JSON"),
         (b"[1, 2]", "not a cut problem"),
         (b"{}", "not a cut problem"),
-        (_record(version=2), "version 2; this mstpass reads 3"),
+        (_record(version=2), "version 2; this mstpass reads 4"),
         (_record(values=[{"name": "x", "bytes": "four"}]), "expected int, got 'four'"),
         (_record(values=[{"name": "x", "bytes": True}]), "expected int, got True"),
         (_record(values=[{"name": "x", "bytes": 4, "color": 1}]), "Value has no field 'color'"),

@@ -90,7 +90,7 @@ def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
     """Else loops over heads to choose from made plans slower than without them."""
 
     def mode(kind: str, node: str, wide: bool = False, chunks: str = "") -> Mode:
-        loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
+        loop = Loop(f"mst_loop_{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
         return Mode(kind, (loop,), wide, chunks)
 
     values = (
@@ -171,21 +171,6 @@ def test_save_all_repeats_nothing_and_is_never_slower(problem: CutProblem) -> No
     again = recomputed(whole, SOLVERS["save_all"](whole, 0).saved)
     by_name = {value.name: value for value in whole.values}
     assert all(by_name[name].kind == "view" or by_name[name].tag for name in again)
-
-
-def test_milp_without_a_budget_saves_least_within_the_free_overhead() -> None:
-    """A cheap recomputation is taken, a slow one is not."""
-    from tests.problems import Value
-
-    values = (
-        Value("x", 1, kind="input", free=True),
-        Value("a", 100, ("x",), "call", us=100.0, needed=True),
-        Value("b", 100, ("a",), us=1.0, needed=True),
-        Value("c", 100, ("b",), "call", us=100.0, needed=True),
-    )
-    backward = (Value("t", 1, kind="input"), Value("g", 1, ("t", "a", "b", "c"), us=100.0))
-    problem = CutProblem(values, False, backward, ("c",), ("g",))
-    assert SOLVERS["milp"](problem, None).saved == {"a", "c"}
 
 
 @given(problem=steps(forward=12, backward=12))

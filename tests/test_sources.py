@@ -16,9 +16,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
         ["_compiled_and_reported", "_without_repeated_collectives"],
         "once more, without repeated collectives",
     ),
-    "fuzz/case.py": dict.fromkeys(
-        ["_record", "_value", "_with_tuples", "from_json", "to_json"], "nested fields"
-    ),
+    "fuzz/case.py": dict.fromkeys(["_record", "_value"], "nested fields"),
     "fuzz/graphs.py": dict.fromkeys(["_wide_types", "in_float64"], "loops in loops"),
     "fuzz/reduce.py": dict.fromkeys(["_smaller_values", "smaller_cases"], "nested fields"),
     "fuzz/render.py": dict.fromkeys(["_name_of"], "nested fields"),
@@ -61,7 +59,7 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "plain_data.py": dict.fromkeys(["_dataclass", "_decoder"], "nested fields"),
     "planner/models.py": dict.fromkeys(["_absurd_sizes"], "nested settings"),
     "problem/names.py": dict.fromkeys(["renamed"], "nested fields"),
-    "problem/problem_json.py": dict.fromkeys(["_encoded"], "nested fields"),
+    "problem/problem_json.py": dict.fromkeys(["encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),
     "returned_logits/find_logits.py": dict.fromkeys(["_static"], "nested results"),

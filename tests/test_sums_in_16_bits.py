@@ -15,9 +15,9 @@ from mstpass import pipeline
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import StepSimulation
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solve import memory_of, solve
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.choose_modes import (
     fastest_loops,
     least_memory_mode,
@@ -154,7 +154,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
     plan, *_ = solve(result.problem, Options(**options), Limit.of(Options()), "")
-    found = memory_of(result.problem, plan)
+    found = simulate_plan(result.problem, plan).memory
     assert found.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     # 2 %: the plan counts the scaled gradient of the bias beside its buffer
     assert found.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.02)
@@ -187,7 +187,7 @@ def test_a_large_head_on_an_h100_fits_beside_the_gradient_of_its_weight() -> Non
 # ---- the choice --------------------------------------------------------------------------------
 def _mode(chunks: str, sum_bytes: int, chunk_bytes: int, us: float) -> Mode:
     result = LoopResult("grad", sum_bytes, cast=sum_bytes == 200)  # of 100 bytes in 16 bits
-    loop = Loop("loop:grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us)
+    loop = Loop("mst_loop_grad", ("mm", "grad"), ("x",), (result,), chunk_bytes, us)
     return Mode(FUSED, (loop,), chunks=chunks)
 
 

@@ -83,7 +83,6 @@ def _batch(packed: bool) -> tuple[Tensor, ...]:
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
-@pytest.mark.kernels
 def test_an_optimizer_in_the_backward() -> None:
     """Each parameter is updated, and its gradient freed, as soon as the backward has it."""
     model, loss_of = _tiny()

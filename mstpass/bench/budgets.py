@@ -33,7 +33,7 @@ from mstpass.bench.record import problem_of
 from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, quotient, text_of
 from mstpass.errors import require
 from mstpass.limit import MEASURED_OVER_SIMULATED
-from mstpass.partition.solve import memory_of
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 
 _AUTOCAST_TOLERANCES = 0.05, 0.05
@@ -196,7 +196,7 @@ def budgets_of(model: Work, shares: Sequence[float]) -> dict[float, int]:
     refused.
     """
     problem = problem_of(model.fn, memory_budget=0.5)
-    highest = memory_of(problem, SOLVERS[AUTO](problem, None)).peak_bytes
+    highest = simulate_plan(problem, SOLVERS[AUTO](problem, None)).peak_bytes
     lowest = min(_lowest_bytes(model), highest)
     budgets: dict[float, int] = {}
     for share in shares:

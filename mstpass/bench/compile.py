@@ -223,14 +223,11 @@ def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
 
 def work(device: str, case: dict[str, Any]) -> dict[str, Any]:
     """Measure one case; this runs in the new process."""
-    return _measured(torch.device(device), Case(**{**case, "size": LlamaSize(**case["size"])}))
-
-
-def _measured(device: torch.device, case: Case) -> dict[str, Any]:
-    _warm_up(device)
-    model, ids_BS, target_BS = llama(case.size, device)
+    size, place = LlamaSize(**case["size"]), torch.device(device)
+    _warm_up(place)
+    model, ids_BS, target_BS = llama(size, place)
     work = Work.of(model, lambda: model(ids_BS, target_BS))
-    step = work.step(case.compile(work.fn))
+    step = work.step(Case(**{**case, "size": size}).compile(work.fn))
     counters.clear()
     first_s = _seconds(step)
     later_s = min(_seconds(step) for _ in range(3))

@@ -328,7 +328,6 @@ def _encoder_decoders(scale: Scale) -> dict[str, Architecture]:
     }
     bart = _sizes(scale, **names, use_cache=False, **TOKENS)
     bart |= {
-        "use_cache": False,
         "decoder_layers": scale.layers,
         "decoder_attention_heads": scale.heads,
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), mlp),

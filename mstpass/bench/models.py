@@ -4,9 +4,9 @@ Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
 
 Hand-written tiling over the tokens, of MLPs and of the head, as in MST and ALST.
 
-The forward of the MLP runs tile by tile without recording gradients, and saves only its input. Its
-backward recomputes each tile, with gradients. The head computes loss and gradients of each tile in
-the forward. (MST: arXiv 2407.15892. ALST: `TiledMLP` and `TiledFusedLogitsLoss`.)
+The forward of the MLP runs tile by tile, and saves only its input. Its backward recomputes each
+tile. The head computes loss and gradients of each tile in the forward. (MST: arXiv 2407.15892.
+ALST: `TiledMLP` and `TiledFusedLogitsLoss`.)
 """
 
 from __future__ import annotations
@@ -25,40 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 def tiled_mlp(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
     """`module(x)`, computed in `chunks` tiles of the rows of x, one after the other."""
-    return _TiledMLP.apply(module, x, chunks, *module.parameters())
+    tiles = (checkpoint(module, tile, use_reentrant=False) for tile in _tiles(x, chunks))
+    return torch.cat([*tiles]).view_as(x)
 
 
 def tiled_head_loss(x_ND: Tensor, w_VD: Tensor, target_N: Tensor, chunks: int) -> Tensor:
     """Mean cross-entropy of the logits `x @ w.T`, of which only one tile exists at a time."""
     return _TiledHeadLoss.apply(x_ND, w_VD, target_N, chunks)
-
-
-class _TiledMLP(Function):
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor, chunks: int, *weights: Tensor) -> Tensor:
-        ctx.module, ctx.chunks = module, chunks
-        ctx.save_for_backward(x)
-        y = torch.empty_like(x)
-        for x_tile, y_tile in zip(_tiles(x, chunks), _tiles(y, chunks), strict=True):
-            y_tile.copy_(module(x_tile))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (x,), (grad_y,) = ctx.saved_tensors, grad_outputs
-        weights = tuple(ctx.module.parameters())
-        grads = [torch.zeros_like(weight) for weight in weights]
-        grad_x = torch.empty_like(x)
-        pieces = (_tiles(t, ctx.chunks) for t in (x, grad_y.contiguous(), grad_x))
-        for x_tile, grad_y_tile, grad_x_tile in zip(*pieces, strict=True):
-            x_leaf = x_tile.detach().requires_grad_()
-            with torch.enable_grad():
-                y_tile = ctx.module(x_leaf)
-            found = torch.autograd.grad(y_tile, (x_leaf, *weights), grad_y_tile)
-            grad_x_tile.copy_(found[0])
-            for grad, more in zip(grads, found[1:], strict=True):
-                grad += more
-        return None, grad_x, None, *grads
 
 
 class _TiledHeadLoss(Function):

@@ -4,7 +4,6 @@ mst.
 
 examples:
   mstpass bench peers
-  mstpass bench peers --large --repeats 3
   mstpass bench peers --markdown docs/results/peers.md
 """
 
@@ -23,14 +22,13 @@ BUDGET_0 = "mst, memory_budget=0.0"
 CHUNKED = "mst, memory_budget=0.0, solver=min_cut"
 # limits of peak / Inductor and of time / Inductor, by contender
 LIMITS = {MST: (0.40, 1.02), CHUNKED: (0.30, 1.20), BUDGET_0: (0.30, 1.20)}
-LARGE_LIMITS = {BUDGET_0: (0.17, 1.20)}
 TILES = 8
 QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
 LARGE = LlamaSize(width=512, layers=8, heads=8, mlp_width=1408, length=4096)
 
 
 def run(arguments: Arguments) -> Result:
-    size = QUICK if arguments.quick else LARGE if arguments.large else LlamaSize()
+    size = QUICK if arguments.quick else LlamaSize()
     model, ids_BS, target_BS = llama(size, arguments.device)
     work = Work.of(model, lambda: model(ids_BS, target_BS))
     contenders = _contenders(model, ids_BS, target_BS)
@@ -38,7 +36,7 @@ def run(arguments: Arguments) -> Result:
     base = rows[INDUCTOR]
     result = Result("peers", f"A Llama-like step, forward and backward: {size}")
     result.tables.append(results.steps_table("step", rows.values(), base))
-    for name, limits in (LARGE_LIMITS if arguments.large else LIMITS).items():
+    for name, limits in LIMITS.items():
         what = f"{name}: {{}} / Inductor"
         result.targets += results.peak_and_time_targets(what, rows[name], base, *limits)
     results.judge_estimates(result, "mst's times", rows.values(), base)
@@ -74,4 +72,4 @@ def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[C
     ]
 
 
-main = Benchmark("peers", (run,), __doc__, options=("large",))
+main = Benchmark("peers", (run,), __doc__)

@@ -13,7 +13,6 @@ examples:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from mstpass.bench.comparison import INDUCTOR, MST, Outcome, compare, inductor, 
 from mstpass.bench.fsdp import LocalStep
 from mstpass.bench.harness import Arguments, Benchmark, advancing
 from mstpass.bench.models import Head, Work
-from mstpass.bench.results import Result, Row, Table, Target
+from mstpass.bench.results import Result, Row, Target
 
 LEAST = "mst, memory_budget=0.0"
 PEAK_LIMIT = 1.10
@@ -49,14 +48,10 @@ def run(arguments: Arguments) -> Result:
     of_floor = {name: results.quotient(row.peak_bytes, floors[name]) for name, row in rows.items()}
     title = f"A head on {RANKS} ranks: N={tokens}, d={width}, V={vocabulary}, fp32, gloo"
     result = Result("sharded", title)
-    columns: dict[str, Callable[[Row], str]] = {
-        "contender": lambda row: row.name,
-        "plan": lambda row: row.error or row.plan or "-",
-        "time / Inductor": lambda row: results.ratio_cell(results.ratios(row, rows[INDUCTOR])),
-        "MiB of a rank": lambda row: results.mib_cell(row.peak_bytes),
-        "peak / floor": lambda row: results.times_cell(of_floor[row.name]),
-    }
-    result.tables.append(Table.of("sharded", rows.values(), columns))
+    own = {"peak / floor": lambda row: results.times_cell(of_floor[row.name])}
+    columns = ("", "chunks", "time / Inductor", "peak MiB", *own)
+    table = results.steps_table("sharded", rows.values(), rows[INDUCTOR], columns, own)
+    result.tables.append(table)
     result.targets += [
         Target(f"{name}: peak / floor", of_floor[name], PEAK_LIMIT) for name in (MST, LEAST)
     ]

@@ -209,34 +209,6 @@ CALL = (  # fields that say how a program is called and compiled
 )
 
 
-def to_json(record: Case | Layer) -> dict[str, Any]:
-    """The fields that are not at their plainest; `from_json` reads them."""
-    plain = type(record)()
-    result = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if value != getattr(plain, field.name):
-            is_records = "records" in field.metadata
-            result[field.name] = [to_json(item) for item in value] if is_records else value
-    return result
-
-
-def from_json(data: Mapping[str, Any], kind: type[Any] = Case) -> Any:
-    """The case, or the layer, that `to_json` wrote."""
-    values = {}
-    for field in dataclasses.fields(kind):
-        if field.name in data:
-            value = data[field.name]
-            if "records" in field.metadata:
-                value = [from_json(item, field.metadata["records"]) for item in value]
-            values[field.name] = _with_tuples(value)
-    return kind(**values)
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
-
-
 # ---- draw ----------------------------------------------------------------------------------------
 _AGAIN = 0.8
 _LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced

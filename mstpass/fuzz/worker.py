@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from mstpass.frame_stack import with_deep_stack
-from mstpass.fuzz.case import Case, draw, to_json
+from mstpass.fuzz.case import Case, draw
 from mstpass.fuzz.checks import Checked, check_case
 from mstpass.fuzz.plans import Failure
 from mstpass.fuzz.reduce import as_test, reduce, signature
+from mstpass.problem.problem_json import encoded
 
 _NEW_OBJECTS = 50_000  # that Python's garbage collector waits for; a case makes millions
 
@@ -52,7 +53,7 @@ def _check(case: Case, kind: str) -> dict[str, Any]:
         failure = Failure("crash", f"{type(error).__name__}: {error}"[:300])
         checked = Checked("failed", (failure,))
     answer = dataclasses.asdict(checked)
-    return {**answer, "case": to_json(case)} if checked.failures else answer
+    return {**answer, "case": encoded(case)} if checked.failures else answer
 
 
 def _reduce(case: Case, kind: str) -> dict[str, Any]:
@@ -64,4 +65,4 @@ def _reduce(case: Case, kind: str) -> dict[str, Any]:
 
     smallest = reduce(case, fails)
     checked: Checked = check_case(smallest, kind)
-    return {"case": to_json(smallest), "test": as_test(smallest, kind, checked.failures)}
+    return {"case": encoded(smallest), "test": as_test(smallest, kind, checked.failures)}

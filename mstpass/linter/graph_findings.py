@@ -24,7 +24,7 @@ backward before Inductor's own rewrites. Every backend that ends in Inductor cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from mstpass.report.store import reports
 from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, graph_module, schema_of
 from mstpass.torch_internals.inductor import CustomGraphPass
 from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_setting
+from mstpass.walk import walk_once
 
 Number = int
 GraphLike = fx.Graph | fx.GraphModule
@@ -168,20 +169,17 @@ class _ValueNumbering:
 
         Empty if a gradient also reads it on another way.
         """
-        blocks: set[str] = set()
-        stack, seen = [node], {node}
-        while stack:
-            value = stack.pop()
-            if self._leaves_block(value):
-                blocks.add(value.name)
-                continue
-            for user in value.users:
-                if self.number_of[user] not in self._forward_of:
-                    return set()  # a gradient reads the value itself
-                if user not in seen:
-                    seen.add(user)
-                    stack.append(user)
-        return blocks
+
+        def is_gradient(value: fx.Node) -> bool:
+            return self.number_of[value] not in self._forward_of
+
+        def readers(value: fx.Node) -> Iterable[fx.Node]:
+            return () if is_gradient(value) or self._leaves_block(value) else value.users
+
+        reached = set(walk_once([node], readers))
+        if any(map(is_gradient, reached)):
+            return set()
+        return {value.name for value in reached if self._leaves_block(value)}
 
     def _leaves_block(self, node: fx.Node) -> bool:
         """Whether the forward reads the value outside of the checkpointed block."""

@@ -32,7 +32,7 @@ from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
 from mstpass.loops.operand_layout import is_literal, is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
-from mstpass.problem.names import at_one, loop_name, node_name, unfinished
+from mstpass.problem.names import at_one, loop_name, unfinished
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module, rename
 
@@ -95,7 +95,7 @@ class LoopWriter:
         sizes = (None if chunks.symbolic else chunks.count, chunks.length, num_tokens)
         module = self.builder.graph.get_attr(body)
         args = (module, *sizes, specs, tuple(sliced), tuple(whole))
-        name = node_name(loop_name(loop.outputs[0].node))
+        name = loop_name(loop.outputs[0].node)
         call = self.builder.graph.create_node("call_function", mst_loop, args, name=name)
         call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
         tags = self._checkpoint_meta(loop)
@@ -104,7 +104,7 @@ class LoopWriter:
         for position, item in enumerate(loop.outputs):
             result = self.builder.call(operator.getitem, call, position)
             result.meta.update(tags)
-            rename(result, node_name(unfinished(item.node)))
+            rename(result, unfinished(item.node))
             results[self.joint.by_name[item.node]] = result
         return results
 
@@ -123,7 +123,7 @@ class LoopWriter:
             else:
                 copy = self.builder.copy(node, {**env, **self.at_one}.__getitem__)
                 self.renewal.renew(copy)
-            rename(copy, node_name(at_one(name)))
+            rename(copy, at_one(name))
             self.at_one[node] = copy
         return {**env, **self.at_one}
 

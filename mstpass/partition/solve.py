@@ -116,7 +116,7 @@ def peak_limit_bytes(problem: CutProblem, limit: Limit, solver: Solver) -> int |
         return limit.peak_bytes
     if limit.is_least:
         return 0  # no plan meets it, so that solvers return the lowest peak that they find
-    highest = memory_of(problem, solver(problem, None)).peak_bytes
+    highest = simulate_plan(problem, solver(problem, None)).peak_bytes
     lowest = simulate_plan(problem, solver(problem, 0)).lowered_peak_bytes
     return int(lowest + limit.share * max(0, highest - lowest))
 
@@ -189,11 +189,6 @@ def _cause(outcome: Outcome) -> str:
         return f"There is no plan: {outcome.no_plan}. "
     chose = "torch's partitioner chose what is saved, without a budget"
     return f"{chose}: {outcome.left_to_torch}. " if outcome.left_to_torch else ""
-
-
-def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
-    """The simulated memory of a step under a plan."""
-    return simulate_plan(problem, plan).memory
 
 
 def infeasible(budget: int, memory: StepMemory, outcome: Outcome) -> str:

@@ -16,7 +16,7 @@ from mstpass.pipeline import collector_paused
 from mstpass.planner.request import Parts
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.apply_modes import modes_of
-from mstpass.problem.names import is_loop
+from mstpass.problem.names import is_loop, value_name
 from mstpass.problem.op import POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Mode, Plan, Value, pinned_bytes
 from mstpass.walk import walk_once
@@ -98,7 +98,7 @@ class CompiledStep:
         timeline, gradients = self._memory.peak, _gradients(self.problem)
         bytes_of = dict.fromkeys(("gradients", "logits", "saved", "loops", "other"), 0)
         for name, size in timeline.alive:
-            name = name.partition(":")[0]
+            name = value_name(name.partition(":")[0])
             if name in gradients:
                 bytes_of["gradients"] += size
             elif name in self.traced.logits:

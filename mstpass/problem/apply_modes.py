@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from mstpass.problem.names import at_one, node_name
+from mstpass.problem.names import at_one
 from mstpass.problem.op import CALL, CONSTANT, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
@@ -26,7 +26,6 @@ from mstpass.problem.problem import (
     Loop,
     LoopResult,
     Mode,
-    Plan,
     Value,
     with_needs,
 )
@@ -127,31 +126,6 @@ def prelude_values(loop: Loop, nodes: Mapping[str, Value]) -> Iterator[Value]:
     for name in loop.prelude:
         value = nodes[name].renamed(lambda other: new.get(other, other), name=new[name])
         yield value if value.inputs else value.changed(kind=CONSTANT)
-
-
-def with_node_names(problem: CutProblem, plan: Plan) -> tuple[CutProblem, Plan]:
-    """A problem whose modes are chosen and its plan, with the names of nodes in the graph that has
-    the loops."""
-
-    def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(
-            v.renamed(node_name, name=node_name(v.name), node=node_name(v.node))
-            if any(":" in name for name in (v.name, *v.inputs))
-            else v
-            for v in values
-        )
-
-    saved, offloaded, by_chunk = (
-        frozenset(map(node_name, names)) for names in (plan.saved, plan.offloaded, plan.by_chunk)
-    )
-    return dataclasses.replace(
-        problem,
-        values=named(problem.values),
-        backward=named(problem.backward),
-        outputs=tuple(map(node_name, problem.outputs)),
-        gradients=tuple(map(node_name, problem.gradients)),
-        torch_saved=None,
-    ), Plan(saved, {}, {node_name(v): n for v, n in plan.nested.items()}, offloaded, by_chunk)
 
 
 def broken_policies(problem: CutProblem) -> dict[str, str]:

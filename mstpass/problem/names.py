@@ -1,4 +1,4 @@
-"""Names of values and loops: in the problem, in the graph with loops, and in equal regions."""
+"""Names of values and loops, in the problem and in the graph with loops, and in equal regions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-LOOP = "loop:"  # prefix of a name: see loop_name()
-UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
+LOOP = "mst_loop_"  # prefix of a name: see loop_name()
+UNFINISHED = "_unfinished"  # suffix of a name: see unfinished()
 
 T = TypeVar("T")
 
@@ -30,19 +30,12 @@ def unfinished(name: str) -> str:
 
 def at_one(name: str) -> str:
     """The name of a node of a loop's prelude, as it is before the loop: with a unit of 1."""
-    return f"{name}:at_one"
-
-
-def node_name(name: str) -> str:
-    """The name, in a graph with loops, of the node that a value is: an identifier."""
-    return name.replace(":", "_")
+    return f"{name}_at_one"
 
 
 def value_name(node: str) -> str:
     """The node of the graph before loops, or the loop, that a node of the graph with loops is."""
-    node = node.removesuffix(node_name(UNFINISHED))
-    loop = node_name(LOOP)
-    return loop_name(node.removeprefix(loop)) if node.startswith(loop) else node
+    return node.removesuffix(UNFINISHED)
 
 
 _WORDS = {"accumulate", "axis", "chunks", "combine", "kind"}  # fields whose text names no node

@@ -18,7 +18,7 @@ from mstpass.plain_data import decoded, read_json
 
 T = TypeVar("T")
 
-FORMAT, VERSION = "mstpass cut problem", 3
+FORMAT, VERSION = "mstpass cut problem", 4
 
 
 class ProblemFileError(ValueError):
@@ -27,7 +27,7 @@ class ProblemFileError(ValueError):
 
 def to_json(problem: object, path: str | os.PathLike[str]) -> None:
     """Write a problem; compressed if the path ends in ``.gz``."""
-    record = {"format": FORMAT, "version": VERSION, **_encoded(problem)}
+    record = {"format": FORMAT, "version": VERSION, **encoded(problem)}
     data = (json.dumps(record, separators=(",", ":")) + "\n").encode()
     target = Path(path)
     target.write_bytes(gzip.compress(data, mtime=0) if target.suffix == ".gz" else data)
@@ -56,8 +56,9 @@ def from_json(kind: type[T], path: str | os.PathLike[str]) -> T:
     return problem
 
 
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """A dataclass as an object of JSON, without the fields that have their defaults."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: _encoded(v) for f, v in fields if v != f.default}
-    return [_encoded(item) for item in value] if isinstance(value, tuple) else value
+        return {f.name: encoded(v) for f, v in fields if v != f.default}
+    return [encoded(item) for item in value] if isinstance(value, tuple) else value

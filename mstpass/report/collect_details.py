@@ -20,10 +20,12 @@ from mstpass.graph.source_location import Place, place_of
 from mstpass.memory.simulate_ops import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
+from mstpass.problem.names import LOOP as PREFIX
 from mstpass.problem.names import value_name
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
+    LOOP,
     OFFLOAD,
     OFFLOADED,
     RECOMPUTED,
@@ -46,13 +48,17 @@ def collect_details(result: Result) -> Details | None:
     if result.read is None or result.joint is None or result.modules is None:
         return None
     nodes = (node for module in result.modules for node in module.graph.nodes)
-    joint_names = {node.name: value_name(original_name(node.name)) for node in nodes}
+    joint_names = {node.name: _told(value_name(original_name(node.name))) for node in nodes}
     joint_names |= _copy_names(result.modules, joint_names)
     return Details(
         nodes=_drawn_nodes(result.outcome, result.read, joint_names, result.modules),
         before=_memory_timeline(result.before, {}) if result.before else None,
         after=_memory_timeline(result.after, joint_names) if result.after else None,
     )
+
+
+def _told(name: str) -> str:
+    return LOOP + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
 
 
 # ---- nodes -------------------------------------------------------------------------------------

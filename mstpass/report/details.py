@@ -32,15 +32,19 @@ from typing import Any
 
 from mstpass.plain_data import decoded
 from mstpass.plans import Outcome
-from mstpass.problem.names import LOOP
 
-OFFLOAD, OFFLOADED, RELOAD = "offload:", "offloaded:", "reload:"
+LOOP, OFFLOAD, OFFLOADED, RELOAD = "loop:", "offload:", "offloaded:", "reload:"
 _PREFIXES = (LOOP, OFFLOAD, OFFLOADED, RELOAD)
 
 
 def node_name(name: str) -> str:
     """The node of the joint graph that a name in a timeline belongs to."""
     return next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
+
+
+def is_loop(name: str) -> bool:
+    """Whether the name stands for a loop."""
+    return name.startswith(LOOP)
 
 
 def is_on_host(name: str) -> bool:

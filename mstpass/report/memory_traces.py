@@ -21,9 +21,8 @@ from typing import Any
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.plans import Outcome
-from mstpass.problem.names import is_loop
 from mstpass.report.data import PhaseTimes, phase_times
-from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline, node_name
+from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline, is_loop, node_name
 
 MOMENT_US = 1000  # of the time axis for one moment: viewers do not zoom below a microsecond
 _PHASES, _OPS = 1, 2  # thread ids within a process of the trace

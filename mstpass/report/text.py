@@ -23,7 +23,6 @@ from mstpass.plans import (
     Rejection,
     SavePlan,
 )
-from mstpass.problem.names import is_loop
 from mstpass.report.data import LEAST_PEAK_SHARE, ReportData, asks_for_change, phase_times
 from mstpass.report.details import (
     BACKWARD,
@@ -33,6 +32,7 @@ from mstpass.report.details import (
     DrawnNode,
     Life,
     MemoryTimeline,
+    is_loop,
     node_name,
 )
 from mstpass.report.layer_paths import fold_numbers, group_by, join_layers

@@ -204,7 +204,7 @@ def with_reconstruction(
     """Save fewer values by reconstructing some in backward, unless that raises the peak.
 
     Args:
-        problem: the problem in which the plan's modes are chosen, with the names of ``joint``.
+        problem: the problem in which the plan's modes are chosen.
 
     Returns:
         The problem and the plan of the graph that was written; None where there is none.
@@ -256,4 +256,5 @@ def _with_inverses(problem: CutProblem, before: JointGraph, rewritten: Rewritten
         values=with_needs(ordered, backward, gradients),
         backward=backward,
         gradients=gradients,
+        torch_saved=None,
     )

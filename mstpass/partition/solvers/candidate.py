@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TypeVar
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.choose_modes import least_memory_modes, whole_modes
 from mstpass.partition.solvers.min_cut import complete, min_cut
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import FREE_OVERHEAD, Alone, CutProblem, Plan, Value
+from mstpass.problem.problem import FREE_OVERHEAD, Alone, CutProblem, Plan
 from mstpass.problem.saved_set import (
     InvalidPlan,
     must_offload,
@@ -147,15 +147,10 @@ def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:
     return read_by_backward(free, kept)
 
 
-def measured(
-    problem: CutProblem, modes: Mapping[str, str], keep: Callable[[Value], bool]
-) -> Candidate:
-    """The plan with these modes that saves the values for which ``keep`` holds.
-
-    The saved set is that of ``saved_where``.
-    """
+def measured(problem: CutProblem, modes: Mapping[str, str], names: Set[str]) -> Candidate:
+    """The plan with these modes that saves the values of these names, as ``saved_where``."""
     closed = with_modes(problem, modes)
-    return Candidate(closed, Plan(saved_where(closed, keep), dict(modes)))
+    return Candidate(closed, Plan(saved_where(closed, lambda v: v.name in names), dict(modes)))
 
 
 def first_within(sequence: Iterable[Candidate], budget_bytes: int | None) -> Plan:

@@ -60,11 +60,6 @@ class Checkpoints:
     saved: frozenset[str]
     simulation: StepSimulation
 
-    def is_better_than(self, other: Checkpoints) -> bool:
-        """Whether the peak is lower, or the time of an equal peak."""
-        step, best = self.simulation, other.simulation
-        return (step.peak_bytes, step.us) < (best.peak_bytes, best.us)
-
 
 class Chain:
     """The forward as a chain of segments, with the modes of one or several problems.
@@ -144,7 +139,8 @@ def checkpoints(problem: CutProblem) -> Checkpoints:
 
 
 def _lowest(every: Iterable[Checkpoints]) -> Checkpoints:
-    return functools.reduce(lambda best, one: one if one.is_better_than(best) else best, every)
+    """Those of the lowest peak; of equal peaks, of the least time."""
+    return min(every, key=lambda one: (one.simulation.peak_bytes, one.simulation.us))
 
 
 def one_chain(problem: CutProblem) -> Chain:

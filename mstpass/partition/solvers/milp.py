@@ -20,8 +20,7 @@ is the fastest of all plans without nested values, by the cost model and the sim
 regions have modes of almost equal time; then the best plan known is returned, with the bound that
 was reached.
 
-Without a budget: the fewest saved bytes among the plans that take at most
-``free_overhead`` more time than the fastest.
+Without a budget there is nothing to prove: the plan is that of ``peak_search``.
 """
 
 from __future__ import annotations
@@ -65,15 +64,14 @@ class Proof:
 
 def milp(problem: CutProblem, budget_bytes: int | None) -> Plan:
     """The fastest plan within the budget that is found in ``TIME_LIMIT_S``."""
+    if budget_bytes is None:
+        return peak_search(problem, None)
     return prove(problem, budget_bytes).plan
 
 
-def prove(
-    problem: CutProblem, budget_bytes: int | None, time_limit_s: float = TIME_LIMIT_S
-) -> Proof:
+def prove(problem: CutProblem, budget_bytes: int, time_limit_s: float = TIME_LIMIT_S) -> Proof:
     """The fastest plan within the budget that is found in the time limit, and how good it is."""
-    search = _Search(problem, time.monotonic() + time_limit_s)
-    return search.free() if budget_bytes is None else search.within(budget_bytes)
+    return _Search(problem, time.monotonic() + time_limit_s).within(budget_bytes)
 
 
 class _Search:
@@ -87,35 +85,14 @@ class _Search:
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def _time(self) -> Row:
-        """The time of the step in units of ``unit_us``."""
-        return {i: us / self.unit_us for i, us in self.model.time().items()}
-
     def _objective(self) -> Row:
         """The time, and a little for each byte: of equal times, the fewest saved bytes."""
-        objective = self._time()
+        objective = {i: us / self.unit_us for i, us in self.model.time().items()}
         sizes = self.model.saved_bytes()
         total = sum(sizes.values()) or 1.0
         share = _FEWER_BYTES * sum(objective.values()) / total
         return {**objective, **{i: share * size for i, size in sizes.items()}}
 
-    # ---- without a budget ------------------------------------------------------------------------
-    def free(self) -> Proof:
-        """The fewest saved bytes among the plans close to the fastest."""
-        known = peak_search(self.problem, None)
-        fastest = self.model.solve(self._objective(), self._left_s())
-        if fastest.x is None:
-            return Proof(known, self._us(known), 0.0, False)
-        cost = self._time()
-        least = sum(c * fastest.x[i] for i, c in cost.items())
-        self.model.add({i: -c for i, c in cost.items()}, -(1 + self.problem.free_overhead) * least)
-        sizes = self.model.saved_bytes()
-        unit = max(sizes.values(), default=1.0) or 1.0
-        fewest = self.model.solve({i: s / unit for i, s in sizes.items()}, self._left_s())
-        plan = (self._valid(fewest.x) if fewest.x is not None else None) or known
-        return Proof(plan, self._us(plan), fastest.bound * self.unit_us, fewest.optimal)
-
-    # ---- within a budget -------------------------------------------------------------------------
     def within(self, budget_bytes: int) -> Proof:
         """The fastest plan within the budget; the loop of the module's docstring."""
         best = peak_search(self.problem, budget_bytes)

@@ -35,7 +35,7 @@ def fits_with_host(
 ) -> bool:
     """Whether the plan is within a limit with as many values on the host as it may have there."""
     every = all_offloaded(candidate, host_bytes, by_chunk)
-    return bool(every.plan.offloaded) and _is_within(every, limit_bytes)
+    return bool(every.plan.offloaded) and every.lowered_within(limit_bytes)
 
 
 def offloaded_within(
@@ -48,7 +48,7 @@ def offloaded_within(
     for by_chunk in ways(candidate):
         if fits_with_host(candidate, limit_bytes, host_bytes, by_chunk):
             names = _offloadable(candidate, host_bytes)
-            return _fewest(candidate, names, by_chunk, lambda c: _is_within(c, limit_bytes))
+            return _fewest(candidate, names, by_chunk, lambda c: c.lowered_within(limit_bytes))
     return None
 
 
@@ -68,11 +68,6 @@ def ways(candidate: Candidate) -> tuple[bool, ...]:
     """How values may come back: whole, and if any loop can, by chunk."""
     ops = (*candidate.problem.values, *candidate.problem.backward)
     return (False, True) if any(op.in_rows for op in ops) else (False,)
-
-
-def _is_within(candidate: Candidate, limit_bytes: int) -> bool:
-    within = candidate.saved_bytes <= limit_bytes
-    return within and candidate.simulation.lowered_within(limit_bytes)
 
 
 def _fewest(

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -98,11 +98,8 @@ def _by_rate(problem: CutProblem) -> Iterator[Candidate]:
         made = moves[:count]
         dropped = {move.name for move in made if not move.mode}
         modes = {**first_modes(problem), **{move.name: move.mode for move in made if move.mode}}
-        yield measured(problem, modes, _all_but(dropped))
-
-
-def _all_but(dropped: set[str]) -> Callable[[Value], bool]:
-    return lambda value: value.forward and value.name not in dropped
+        kept = {v.name for v in with_modes(problem, modes).values if v.forward} - dropped
+        yield measured(problem, modes, kept)
 
 
 def _ranked_moves(problem: CutProblem) -> list[_Move]:
@@ -148,12 +145,7 @@ def _plans_by_limit(problem: CutProblem, modes: Mapping[str, str]) -> Iterator[C
     items = [value for value in closed.values if value.name in read and not value.pinned]
     table = _Knapsack(items)
     for i in range(_LIMITS + 1):
-        chosen = table.best(_UNITS * (_LIMITS - i) // _LIMITS)
-        yield measured(problem, modes, _among(chosen))
-
-
-def _among(names: frozenset[str]) -> Callable[[Value], bool]:
-    return lambda value: value.name in names
+        yield measured(problem, modes, table.best(_UNITS * (_LIMITS - i) // _LIMITS))
 
 
 class _Knapsack:
