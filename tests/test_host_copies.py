@@ -157,7 +157,7 @@ def test_a_value_is_copied_again_behind_a_long_op_and_not_behind_a_short_one(
     assert readers == [(2, 4), (5,)]
     assert [reload.chain for reload in found.copies] == [(1, 3), (1, 3)]
     host = Host(0, 100.0, 100.0)
-    names = [op.name for op in with_reloads(ops, {"v"}, cheap, frozenset(), host).ops]
+    names = [op.name for op in with_reloads(ops, {"v"}, cheap, frozenset(), host)[0]]
     behind = ["v:reload:2", "v:2", "wide:2", "normed:2", "gradient"]
     assert names == ["v:host", "v:reload", "v", *["wide", "scale", "normed", "attention"], *behind]
 

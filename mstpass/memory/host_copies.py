@@ -159,22 +159,10 @@ def _clock(times_us: Sequence[float]) -> list[float]:
 
 
 # ---- ops of a simulated step ---------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class OpsWithCopies:
-    """The ops of a graph, those of its copies among them.
-
-    Copies of a value ``v`` are ops of their own: ``v:offload``, and ``v:offloaded``, which waits
-    for it; in a backward ``v:host`` is the value on the host, ``v:reload`` the copy, and ``v`` a
-    view of it.
-    """
-
-    ops: tuple[Value, ...]
-    copies: tuple[HostCopy, ...] = ()
-
-    @property
-    def stall_us(self) -> float:
-        """The time that the device waits for copies."""
-        return sum(copy.stall_us for copy in self.copies)
+# The ops of a graph, those of its copies among them, and the copies. Those of a value ``v`` are ops
+# of their own: ``v:offload``, and ``v:offloaded``, which waits for it; in a backward ``v:host`` is
+# the value on the host, ``v:reload`` the copy, and ``v`` a view of it.
+OpsAndCopies = tuple[tuple[Value, ...], tuple[HostCopy, ...]]
 
 
 def offloaded_name(name: str) -> str:
@@ -182,7 +170,7 @@ def offloaded_name(name: str) -> str:
     return f"{name}:offloaded"
 
 
-def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsWithCopies:
+def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsAndCopies:
     """The ops of a forward that copies these values to the host."""
     values = [Moved(op.name, op.bytes, i) for i, op in enumerate(ops) if op.name in names]
     copies = offload_copies([op.us for op in ops], values, host.offload_bytes_per_us)
@@ -193,12 +181,12 @@ def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsWithC
         on_host = offloaded_name(copy.name)
         wait = _copy_op(on_host, (copy.name, begin), copy.name, AWAIT_OFFLOAD)
         added.setdefault(copy.awaited, []).append(wait)
-    return OpsWithCopies(_inserted(ops, added), tuple(copies))
+    return _inserted(ops, added), tuple(copies)
 
 
 def with_reloads(
     ops: Sequence[Value], names: Set[str], cheap: Set[str], free: Set[str], host: Host
-) -> OpsWithCopies:
+) -> OpsAndCopies:
     """The ops of a backward that copies these values back; among the ops they are inputs.
 
     What belongs to a value's second copy ends with ``:2``.
@@ -236,7 +224,7 @@ def with_reloads(
                 changed[i] = changed[i].reading(new, changed[i].name)
     unread = {ops[i].name for i in found.unread}
     inserted = (op for op in _inserted(changed, added) if op.name not in unread)
-    return OpsWithCopies(tuple(inserted), tuple(copies))
+    return tuple(inserted), tuple(copies)
 
 
 def host_name(name: str) -> str:

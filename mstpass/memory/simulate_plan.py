@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from types import MappingProxyType
 
 from mstpass.memory.host_copies import (
-    OpsWithCopies,
+    OpsAndCopies,
     offloaded_name,
     with_offloads,
     with_reloads,
@@ -56,20 +56,20 @@ class StepSimulation:
         return cls(problem, plan.saved, plan.nested, plan.offloaded, plan.by_chunk)
 
     @functools.cached_property
-    def forward_copies(self) -> OpsWithCopies:
+    def forward_copies(self) -> OpsAndCopies:
         """The ops of the forward. Apart from ``program``: the backward's takes longer to find."""
         ops, host = forward_ops(self.problem, self.saved), self.problem.host
         if not self.offloaded or host is None:
-            return OpsWithCopies(ops)
+            return ops, ()
         return with_offloads(ops, self.offloaded, host)
 
     @functools.cached_property
-    def backward_copies(self) -> OpsWithCopies:
+    def backward_copies(self) -> OpsAndCopies:
         """The ops of the backward, its inputs first."""
         host = self.problem.host
         every = backward_ops(self.problem, self.saved, self.nested)
         if not self.offloaded or host is None:
-            return OpsWithCopies(every)
+            return every, ()
         ops = with_rows_from_host(every, self.by_chunk & self.offloaded, host)
         cheap = {op.name for op in ops if is_cheap(op)}
         free = {value.name for value in self.problem.values if value.free}
@@ -77,14 +77,14 @@ class StepSimulation:
 
     @functools.cached_property
     def program(self) -> Program:
-        forward, backward = self.forward_copies, self.backward_copies
-        return Program(forward.ops, backward.ops, forward.copies, backward.copies)
+        (forward, offloads), (backward, reloads) = self.forward_copies, self.backward_copies
+        return Program(forward, backward, offloads, reloads)
 
     @functools.cached_property
     def forward(self) -> Timeline:
         waits = map(offloaded_name, self.offloaded)
         kept = [*self.problem.outputs, *(self.saved - self.offloaded), *waits]
-        return simulate_ops(self.forward_copies.ops, kept)
+        return simulate_ops(self.forward_copies[0], kept)
 
     @functools.cached_property
     def backward(self) -> Timeline:
@@ -167,8 +167,9 @@ class StepSimulation:
     @functools.cached_property
     def us(self) -> float:
         """Time of forward and backward by the cost model: recomputation, waits for copies."""
-        ops_us = sum(value.us for value in (*self.program.forward, *self.program.backward))
-        return ops_us + self.forward_copies.stall_us + self.backward_copies.stall_us
+        program = self.program
+        ops_us = sum(value.us for value in (*program.forward, *program.backward))
+        return ops_us + sum(copy.stall_us for copy in (*program.offloads, *program.reloads))
 
 
 def simulate_plan(problem: CutProblem, plan: Plan) -> StepSimulation:
