@@ -34,7 +34,6 @@ from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
 from mstpass.partition.solve import BudgetError
-from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
@@ -310,9 +309,8 @@ class LowerLoops(CustomGraphPass):
             raise TorchChangedError("custom_partitioner_fn is not called")
         self.graphs += 1
         runner = PassRunner.of(self.partitioner.options)
-        self.loops += runner.run_in_place(
-            InPlacePass("lower_loops", lower_loops, (*FINISHED, NO_LOOPS), required=True), graph
-        )
+        lower = InPlacePass("lower_loops", lower_loops, required=True)
+        self.loops += runner.run_in_place(lower, graph)
         for step in self._passes():
             runner.run_in_place(step, graph)
         self.partitioner.refused(runner)
@@ -323,9 +321,9 @@ class LowerLoops(CustomGraphPass):
     def _passes(self) -> Iterator[InPlacePass]:
         """The passes over a graph whose loops are lowered."""
         if self.takes_time:
-            yield InPlacePass("delay_scatters", delay_scatters, FINISHED)
-        yield InPlacePass("wait", functools.partial(_wait, takes_time=self.takes_time), FINISHED)
-        yield InPlacePass("materialize_masks", materialize_masks, FINISHED)
+            yield InPlacePass("delay_scatters", delay_scatters)
+        yield InPlacePass("wait", functools.partial(_wait, takes_time=self.takes_time))
+        yield InPlacePass("materialize_masks", materialize_masks)
 
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
