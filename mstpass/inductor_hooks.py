@@ -214,7 +214,8 @@ class Partitioner(CustomPartitionerFn):
             details = collect_details(result)
         self.report = Report(outcome, details=details)
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
-        self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
+        emitted = _nodes([module.graph for module in result.modules])
+        self.loops += sum(node.target is mst_loop for node in emitted)
         return result.modules
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
@@ -264,10 +265,6 @@ def _graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 def _nodes(graphs: Sequence[fx.Graph]) -> list[fx.Node]:
     return [node for graph in graphs for node in graph.nodes]
-
-
-def _number_of_loops(graph: fx.Graph) -> int:
-    return len(graph.find_nodes(op="call_function", target=mst_loop))
 
 
 def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
