@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -342,6 +343,18 @@ def test_readers_of_other_strides_are_computed_again() -> None:
 
 
 # ---- what is printed -----------------------------------------------------------------------------
+def test_the_difference_that_a_pass_makes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    joint = _joint()
+    casts = Pass("casts", lambda joint: (_edited(joint, _wrong_dtype), None), after=())
+    copies = Pass("copies", lambda joint: (joint.copy(), None))
+    with caplog.at_level(logging.DEBUG, logger=runner.__name__):
+        PassRunner().run(casts, joint)
+        PassRunner().run(copies, joint)  # which changes nothing
+    (text,) = (r.getMessage() for r in caplog.records if r.name == runner.__name__)
+    assert "--- before casts" in text and "+++ after casts" in text
+    assert re.search(r"\n\+  convert_element_type\w*: f64\[8, 6\]", text)
+
+
 def test_times_of_passes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     running = PassRunner()
     running.run(Pass("copies", lambda joint: (joint.copy(), None)), _joint())

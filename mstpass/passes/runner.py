@@ -1,4 +1,7 @@
-"""Run passes: each is named and timed, and verified if that is asked for.
+"""Run passes: each is named and timed, verified if that is asked for, and printed.
+
+``TORCH_LOGS="+mstpass"`` prints what each pass has changed, as the difference of two graphs' texts;
+``TORCH_TRACE`` gets it as the artifact ``mstpass_pass_NAME``, which tlparse shows.
 
 A pass whose result does not hold what the pass promises, or that fails, is *refused*: its result is
 dropped, the graph before it is used, and the report says why. So is another part of a stage that
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +23,13 @@ from torch import fx
 
 from mstpass.errors import please_report, told
 from mstpass.graph.advice import REPORT
+from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.options import OptionError, Options
 from mstpass.passes.facts import ALWAYS, FINISHED, Fact, Fault
 from mstpass.plans import Rejection
+from mstpass.torch_internals.caches import is_tracing, trace_structured_artifact
 from mstpass.torch_internals.versions import TorchChangedError
 
 log = logging.getLogger(__name__)
@@ -118,6 +125,8 @@ class PassRunner:
         if fault is not None:
             self._refuse(step.name, str(fault), fault.node)
             return joint, None
+        if is_listening():
+            _publish(step.name, graph_text(joint.module), graph_text(new.module))
         return new, more
 
     def run_all(
@@ -136,9 +145,9 @@ class PassRunner:
         Raises:
             PassError: a required pass does not keep what it promises.
         """
-        module: Any = graph.owning_module
-        looked_at = module is not None and self.verify != OFF
-        before = JointGraph(module, 0).copy() if looked_at else None
+        module = graph.owning_module
+        looked_at = module is not None and (self.verify != OFF or is_listening())
+        before = JointGraph(module, 0).copy() if looked_at else None  # type: ignore[arg-type]
         nodes = before.nodes if before else [] if step.required else _copy(graph.nodes, fx.Graph())
         start = time.perf_counter()
         found, done = None, False
@@ -150,13 +159,16 @@ class PassRunner:
             _restore(graph, nodes)
         if before is None or not done:
             return found
-        fault = self._first(step.after, before, JointGraph(module, 0))
+        after = JointGraph(module, 0)  # type: ignore[arg-type]
+        fault = self._first(step.after, before, after)
         if fault is not None:
             if step.required:
                 raise PassError(f"{step.name}: {fault}")
             self._refuse(step.name, str(fault), fault.node)
             _restore(graph, nodes)
             return None
+        if is_listening():
+            _publish(step.name, graph_text(before.module), graph_text(after.module))
         return found
 
     @contextlib.contextmanager
@@ -234,3 +246,22 @@ def _restore(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
         graph.erase_node(node)
     _copy(nodes, graph)
     graph.lint()
+
+
+def is_listening() -> bool:
+    """Whether anybody reads what passes change."""
+    return log.isEnabledFor(logging.DEBUG) or is_tracing()
+
+
+def _publish(name: str, before: str, after: str) -> None:
+    if before == after:
+        return
+    text = functools.cache(lambda: "".join(_diff(name, before, after)))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("the pass %s:\n%s", name, text())
+    trace_structured_artifact(f"mstpass_pass_{name}", "string", text)
+
+
+def _diff(name: str, before: str, after: str) -> list[str]:
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return list(difflib.unified_diff(old, new, f"before {name}", f"after {name}", n=2))

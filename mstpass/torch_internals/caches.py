@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor import metrics
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
-from torch._logging._internal import trace_structured_artifact
+from torch._logging._internal import trace_log, trace_structured_artifact
 
 __all__ = ["counters", "fresh_cache", "get_aot_graph_name", "trace_structured_artifact"]
 
@@ -52,6 +52,11 @@ def debug_folder() -> Path | None:
     from torch._dynamo.utils import get_debug_dir
 
     return Path(inductor_config.trace.debug_dir or get_debug_dir()) / "torchinductor"
+
+
+def is_tracing() -> bool:
+    """Whether ``TORCH_TRACE`` asks for artifacts."""
+    return bool(trace_log.handlers)
 
 
 def cache_folder() -> Path:
