@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mstpass.gpus import DEFAULT, gpu
+from mstpass.graph.attention_sizes import round_up
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import hint_numel
 
@@ -24,7 +25,7 @@ BLOCK = 512  # bytes: blocks are multiples of it
 
 def rounded(size: int) -> int:
     """The blocks for ``size`` bytes."""
-    return -(-size // BLOCK) * BLOCK
+    return round_up(size, BLOCK)
 
 
 def allocated_bytes(size: int, device: torch.device | None) -> int:
