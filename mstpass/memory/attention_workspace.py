@@ -34,8 +34,9 @@ from typing import NamedTuple
 import torch
 
 from mstpass.graph.attention_sizes import AttentionSizes, ceil_div, padded_features, round_up
+from mstpass.graph.sizes import fills_memory
 from mstpass.memory.allocation import CudaDevice, rounded
-from mstpass.torch_internals.graphs import OpCall, Operand
+from mstpass.torch_internals.graphs import OpCall
 
 _FLOAT = torch.float32.itemsize
 
@@ -47,20 +48,10 @@ def _blocks(*tensors: int) -> int:
 
 def _copied(call: OpCall, sizes: AttentionSizes, *names: str) -> list[int]:
     """The bytes of those operands that the kernel copies, as it wants (B, S, H, D) contiguous."""
-    operands = filter(None, map(call.operand, names))
-    return [o.bytes for o in operands if not _is_contiguous(o, sizes.heads_first)]
-
-
-def _is_contiguous(operand: Operand, heads_first: bool) -> bool:
-    dims = list(zip(operand.shape, operand.stride, strict=True))
-    if heads_first and len(dims) == 4:
-        dims[1], dims[2] = dims[2], dims[1]
-    expected = 1
-    for size, stride in reversed(dims):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    found = filter(None, map(call.operand, names))
+    swapped = (0, 2, 1, 3) if sizes.heads_first else (0, 1, 2, 3)
+    pairs = ((o, swapped if len(o.shape) == 4 else range(len(o.shape))) for o in found)
+    return [o.bytes for o, order in pairs if not fills_memory(o.shape, o.stride, order)]
 
 
 def _is_deterministic() -> bool:
