@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from mstpass.graph.attention_sizes import attention_sizes
+from mstpass.graph.device_costs import CudaDevice
 from mstpass.graph.op_table import TABLE, row_of
 from mstpass.memory import workspaces
-from mstpass.memory.allocation import BLOCK, CudaDevice, allocated_bytes
+from mstpass.memory.allocation import BLOCK, allocated_bytes
 from mstpass.memory.workspaces import (
     ON_CUDA,
     cublas_workspace_bytes,

@@ -34,8 +34,9 @@ from typing import NamedTuple
 import torch
 
 from mstpass.graph.attention_sizes import AttentionSizes, ceil_div, padded_features, round_up
+from mstpass.graph.device_costs import CudaDevice
 from mstpass.graph.sizes import fills_memory
-from mstpass.memory.allocation import CudaDevice, rounded
+from mstpass.memory.allocation import rounded
 from mstpass.torch_internals.graphs import OpCall
 
 _FLOAT = torch.float32.itemsize

@@ -45,10 +45,11 @@ from torch import fx
 
 from mstpass.graph.attention_rows import keys_of_block
 from mstpass.graph.attention_sizes import AttentionSizes, argument_of, attention_sizes, call_of
+from mstpass.graph.device_costs import CudaDevice, cuda_device
 from mstpass.graph.op_rows import row
 from mstpass.graph.op_table import TABLE, row_of
 from mstpass.memory import attention_workspace
-from mstpass.memory.allocation import CudaDevice, allocated_bytes, cuda_device
+from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.attention_workspace import cpu_flash_bytes
 from mstpass.torch_internals.graphs import OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.versions import frees_cublas_workspaces
