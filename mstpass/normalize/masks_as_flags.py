@@ -252,7 +252,7 @@ def _written(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGra
             for node in (forward, *backwards):
                 _set_arguments(node, flags)
         else:
-            _Writer(rewriting, one).write(forward, backwards)
+            _write(rewriting, one, forward, backwards)
     return rewriting.finished()
 
 
@@ -266,76 +266,56 @@ def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
             node.update_kwarg(known.name, changes[known.name])
 
 
-class _Writer:
-    """Writes another op for one attention op and its backwards."""
+def _write(
+    rewriting: Rewriting, one: FlaggedAttention, forward: fx.Node, backwards: Sequence[fx.Node]
+) -> None:
+    """Write another op for an attention op and its backwards."""
+    call, band = rewriting.builder.call, one.band
+    of_forward, of_backward = _OPS[one.kernel]
+    how = {"scale": argument(forward, "scale")}
+    first: tuple[Any, ...] = ()
 
-    def __init__(self, rewriting: Rewriting, decision: FlaggedAttention):
-        self.rewriting, self.decision = rewriting, decision
-        self._call = rewriting.builder.call
-
-    def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> None:
-        """Replace the nodes."""
-        graph = self.rewriting.graph
-        with self.rewriting.before(forward):
-            self._forward(forward)
-        self._replace_items(forward, {0: self.output}, backwards)
-        for node in backwards:
-            with self.rewriting.before(node):
-                gradients = self._backward(node)
-            self._replace_items(node, dict(enumerate(gradients)), ())
-        for node in (*reversed(backwards), forward):
-            for item in list(node.users):
-                graph.erase_node(item)
-            graph.erase_node(node)
-
-    def _items(self, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
-        return [self._call(operator.getitem, node, position) for position in positions]
-
-    def _laid_out(self, node: fx.Node) -> fx.Node:
+    def laid_out(node: fx.Node) -> fx.Node:
         """A value as the op has it: where windows are, heads and tokens change places."""
-        if not self.decision.is_window:
-            return node
-        return self._call(aten.permute.default, node, [0, 2, 1, 3])
+        return call(aten.permute.default, node, [0, 2, 1, 3]) if one.is_window else node
 
-    def _replace_items(
-        self, old: fx.Node, new: Mapping[int, fx.Node], backwards: Sequence[fx.Node]
-    ) -> None:
-        """Give the readers of an op's results those of the new one."""
-        for item in list(old.users):
-            position = item.args[1]
-            readers = [user for user in item.users if user not in backwards]
-            if readers and position not in new:
-                raise CannotTake(readers[0], "it reads a result that the op does not have")
-            if isinstance(position, int) and position in new:
-                self.rewriting.replace(item, new[position], readers)
+    def results(node: fx.Node, *positions: int) -> list[fx.Node]:
+        return [call(operator.getitem, node, position) for position in positions]
 
-    # ---- the ops ---------------------------------------------------------------------------------
-    def _forward(self, node: fx.Node) -> None:
-        kernel, band = self.decision.kernel, self.decision.band
-        self.operands = [self._laid_out(argument(node, n)) for n in ("query", "key", "value")]
-        lengths = (tensor.shape[-2] for tensor in _operands(node)[:2])
-        self.lengths = self.rewriting.sizes.arguments(lengths)
-        self.how = {"scale": argument(node, "scale")}
-        first: tuple[Any, ...] = ()
-        if kernel == WINDOW:
-            first = (None, None, *self.lengths)
-            self.how["window_size_left"] = -1 if band.left is None else band.left
-            self.how["window_size_right"] = -1 if band.right is None else band.right
-        elif kernel == CUDNN:
-            first = (None, argument(node, "compute_log_sumexp"))
-        op, _ = _OPS[kernel]
-        new = self._call(op, *self.operands, *first, 0.0, band.is_causal, False, **self.how)
-        state = (2, 3) if kernel == WINDOW else (6, 7)
-        self.inner, self.logsumexp, *self.state = self._items(new, (0, 1, *state))
-        self.output = self._laid_out(self.inner)
+    with rewriting.before(forward):
+        operands = [laid_out(argument(forward, n)) for n in ("query", "key", "value")]
+        lengths = rewriting.sizes.arguments(t.shape[-2] for t in _operands(forward)[:2])
+        if one.is_window:
+            first = (None, None, *lengths)
+            how["window_size_left"] = -1 if band.left is None else band.left
+            how["window_size_right"] = -1 if band.right is None else band.right
+        elif one.kernel == CUDNN:
+            first = (None, argument(forward, "compute_log_sumexp"))
+        new = call(of_forward, *operands, *first, 0.0, band.is_causal, False, **how)
+        inner, logsumexp, *state = results(new, 0, 1, *((2, 3) if one.is_window else (6, 7)))
+        _replace_items(rewriting, forward, [laid_out(inner)], backwards)
+    rest = (None, None, *lengths, 0.0, band.is_causal)
+    rest = (*state, None, *rest) if one.kernel == CUDNN else (*rest, *state)
+    for node in backwards:
+        name = "grad_out_" if "efficient" in name_of(node.target) else "grad_out"
+        with rewriting.before(node):
+            gradient = laid_out(argument(node, name))
+            made = call(of_backward, gradient, *operands, inner, logsumexp, *rest, **how)
+            _replace_items(rewriting, node, list(map(laid_out, results(made, 0, 1, 2))), ())
+    for node in (*reversed(backwards), forward):
+        for item in list(node.users):
+            rewriting.graph.erase_node(item)
+        rewriting.graph.erase_node(node)
 
-    def _backward(self, node: fx.Node) -> list[fx.Node]:
-        is_efficient = name_of(node.target).endswith("efficient_attention_backward")
-        gradient = self._laid_out(argument(node, "grad_out_" if is_efficient else "grad_out"))
-        rest = (None, None, *self.lengths, 0.0, self.decision.band.is_causal)
-        is_cudnn = self.decision.kernel == CUDNN
-        rest = (*self.state, None, *rest) if is_cudnn else (*rest, *self.state)
-        _, op = _OPS[self.decision.kernel]
-        args = (gradient, *self.operands, self.inner, self.logsumexp, *rest)
-        gradients = self._items(self._call(op, *args, **self.how), (0, 1, 2))
-        return list(map(self._laid_out, gradients))
+
+def _replace_items(
+    rewriting: Rewriting, old: fx.Node, new: Sequence[fx.Node], backwards: Sequence[fx.Node]
+) -> None:
+    """Give the readers of an op's first results those of the new one; backwards have their own."""
+    for item in list(old.users):
+        position: Any = item.args[1]
+        readers = [user for user in item.users if user not in backwards]
+        if position < len(new):
+            rewriting.replace(item, new[position], readers)
+        elif readers:
+            raise CannotTake(readers[0], "it reads a result that the op does not have")

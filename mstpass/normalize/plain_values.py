@@ -150,18 +150,11 @@ def assertions_of_sizes(joint: JointGraph) -> Rewritten:
 
 def _is_of_sizes(node: fx.Node) -> bool:
     """Whether what is asserted compares sizes of tensors."""
-    operands = walk_once(node.all_input_nodes, lambda n: () if _is_given(n) else n.all_input_nodes)
-    computed = (n for n in operands if not _is_given(n))
-    of_sizes = all(n.all_input_nodes and _is_of_size(n) for n in computed)
-    return bool(node.all_input_nodes) and of_sizes
-
-
-def _is_given(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int or node.op == "placeholder"
-
-
-def _is_of_size(node: fx.Node) -> bool:
-    return is_size(node) or isinstance(node.meta.get("val"), torch.SymBool)
+    given = lambda n: n.target is torch.ops.aten.sym_size.int or n.op == "placeholder"
+    operands = walk_once(node.all_input_nodes, lambda n: () if given(n) else n.all_input_nodes)
+    of_size = lambda n: is_size(n) or isinstance(n.meta.get("val"), torch.SymBool)
+    computed = (given(n) or (n.all_input_nodes and of_size(n)) for n in operands)
+    return bool(node.all_input_nodes) and all(computed)
 
 
 # ---- inputs that the step overwrites -------------------------------------------------------------
