@@ -62,33 +62,24 @@ def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Re
         The copy and the names of the nodes made; the graph itself if no convolution widens.
     """
     weights = {weight for weight in weights_of_one_element(joint) if weight.name not in kept}
-    found = (
-        node
-        for node in joint.nodes
-        if node.target in _WRITERS and _weight(node) in weights and _has_one_element(node)
-    )
+    written = (node for node in joint.nodes if node.target in _WRITERS)
+    found = (n for n in written if argument(n, "weight") in weights and _has_one_element(n))
     return rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
 
 
 def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:
     """The weights of the convolutions that are products; empty if none of these widens."""
     found = {
-        _weight(node)
+        argument(node, "weight")
         for node in joint.nodes
         if node.target is aten.convolution.default and _has_one_element(node)
     }
     return found if any(map(_widens, found)) else set()
 
 
-def _weight(node: fx.Node) -> fx.Node:
-    weight = argument(node, "weight")
-    assert isinstance(weight, fx.Node), "the weight is a node"
-    return weight
-
-
 def _has_one_element(node: fx.Node) -> bool:
     """Whether each element of the result reads one place of the input, the one where it is."""
-    value = value_of(_weight(node))
+    value = value_of(argument(node, "weight"))
     return (
         value is not None
         and all(size == 1 for size in value.shape[2:])
@@ -127,7 +118,7 @@ def _matrix(rewriting: Rewriting, weight: fx.Node) -> fx.Node:
 def _product(rewriting: Rewriting, node: fx.Node) -> fx.Node:
     source, bias = argument(node, "input"), argument(node, "bias")
     call = rewriting.builder.call
-    columns = call(aten.permute.default, _matrix(rewriting, _weight(node)), [1, 0])
+    columns = call(aten.permute.default, _matrix(rewriting, argument(node, "weight")), [1, 0])
     factors = _rows(rewriting, source), columns
     product = (
         call(aten.mm.default, *factors)
@@ -138,7 +129,7 @@ def _product(rewriting: Rewriting, node: fx.Node) -> fx.Node:
 
 
 def _gradients(rewriting: Rewriting, node: fx.Node) -> None:
-    source, weight = argument(node, "input"), _weight(node)
+    source, weight = argument(node, "input"), argument(node, "weight")
     call, value = rewriting.builder.call, source.meta["val"]
     gradient = _rows(rewriting, argument(node, "grad_output"))
     rows = call(aten.mm.default, gradient, _matrix(rewriting, weight))
