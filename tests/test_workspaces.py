@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import fx
 
+from mstpass.graph.attention_sizes import attention_sizes
+from mstpass.graph.device_costs import CudaDevice
 from mstpass.graph.op_table import TABLE, row_of
 from mstpass.memory import workspaces
-from mstpass.memory.allocation import BLOCK, CudaDevice, allocated_bytes
+from mstpass.memory.allocation import BLOCK, allocated_bytes
 from mstpass.memory.workspaces import (
     ON_CUDA,
     cublas_workspace_bytes,
@@ -60,7 +62,9 @@ def _call(
 
 
 def _bytes(call: OpCall, device: CudaDevice = H100) -> int:
-    return ON_CUDA[row_of(call.op).workspace](call, device)
+    sizes = attention_sizes(call)
+    assert sizes is not None, "the call has its operands"
+    return ON_CUDA[row_of(call.op).workspace](call, sizes, device)
 
 
 # ---- flash attention -----------------------------------------------------------------------------
@@ -174,8 +178,10 @@ def test_more_tokens_never_need_less(op: str) -> None:
 
 @pytest.mark.parametrize("op", ATTENTION)
 def test_calls_without_what_they_need_have_no_workspace(op: str) -> None:
-    assert _bytes(OpCall(op, {})) == 0
-    assert _bytes(OpCall(op, {"query": _operand(2, 3), "key": _operand(2, 3)})) == 0
+    assert workspace_bytes(OpCall(op, {}), CUDA) == 0
+    few = {"query": _operand(2, 3), "key": _operand(2, 3)}
+    assert workspace_bytes(OpCall(op, few), CUDA) == 0
+    assert workspace_bytes(OpCall(op, {**few, "value": _operand(2, 3)}), CUDA) == 0
 
 
 def test_nothing_is_known_of_other_ops_and_devices() -> None:

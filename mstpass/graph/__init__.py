@@ -5,6 +5,7 @@ op_table.py, ops.py           what is known about each op: its row in op_rows/; 
                               linearity.py: the rules that rows refer to
 tokens.py                     token dims
 attention.py                  what attention's operands and results hold: heads, rows of queries
+attention_sizes.py            the sizes of a call of attention
 heads.py, axes.py             dims of heads; the axes of loops, and a node for one chunk
 sizes.py                      symbolic sizes
 loop_work.py, call_work.py    products and loops; attention, collectives, traffic

@@ -44,12 +44,13 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention_sizes import attention_sizes, call_of, ceil_div
 from mstpass.graph.collectives import group_of, is_collective
-from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.sizes import hint_numel, hint_shape, is_size
+from mstpass.graph.joint import JointGraph, nbytes, tensors_of
+from mstpass.graph.sizes import hint_numel, is_size
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.collectives import group_size
-from mstpass.torch_internals.graphs import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpCall, schema_of
 
 _FUSED_KINDS = frozenset({"pointwise", "reduce", "create", "index"})
 
@@ -168,9 +169,9 @@ class AttentionWork:
         if self.backward:
             if self.heads == 1:
                 return max(1.0, threads / _THREADS_OF_ONE_HEAD)
-            return -(-self.heads // threads) * threads / max(1, self.heads)
-        blocks = max(1, -(-self.queries // _BLOCK))
-        share = -(-self.heads * blocks // threads)
+            return ceil_div(self.heads, threads) * threads / max(1, self.heads)
+        blocks = max(1, ceil_div(self.queries, _BLOCK))
+        share = ceil_div(self.heads * blocks, threads)
         ends = (min(n * share, self.heads * blocks) for n in range(threads + 1))
         done = [self._done(end, blocks) for end in ends]
         return max(b - a for a, b in itertools.pairwise(done)) * threads / max(1.0, done[-1])
@@ -188,36 +189,20 @@ def attention_work(node: fx.Node) -> AttentionWork | None:
     Symbolic sizes count with their hint (sizes.py).
     """
     attention = ops.attention_of(node)
-    if attention is None:
+    call = None if attention is None else call_of(node)
+    sizes = None if call is None else attention_sizes(call)
+    if attention is None or call is None or sizes is None or sizes.in_one_row:
         return None
-    backward = attention.backward
-    tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
-    first = int(backward and not attention.flex)  # behind the gradient of the output
-    query, key = tensors[first : first + 2] if len(tensors) > 2 else (None, None)
-    if query is None or key is None:
-        return None
-    shape, in_heads = hint_shape(query), attention.heads_dim
-    batch, heads, queries, features = shape[0], shape[in_heads], shape[3 - in_heads], shape[3]
-    keys = hint_shape(key)[3 - in_heads]
-    operations = (5 if backward else 2) * 2 * batch * heads * queries * keys * features
-    kind = _is_causal(node), backward, _window(node), attention.efficient
-    return AttentionWork(operations, query.dtype, batch * heads, queries, keys, *kind)
+    heads = sizes.B * sizes.H
+    operations = (5 if sizes.backward else 2) * 2 * heads * sizes.S * sizes.T * sizes.D
+    kind = bool(call.number("is_causal")), sizes.backward, _window(call), attention.efficient
+    return AttentionWork(operations, sizes.dtype, heads, sizes.S, sizes.T, *kind)
 
 
-def _window(node: fx.Node) -> int | None:
+def _window(call: OpCall) -> int | None:
     """The most keys that a query of flash attention with a window reads; None without one."""
-    if not isinstance(node.target, OpOverload) or not has_argument(node, "window_size_left"):
-        return None
-    sides = [argument(node, f"window_size_{side}") for side in ("left", "right")]
-    if any(not isinstance(side, int) or side < 0 for side in sides):
-        return None
-    return int(sum(sides)) + 1
-
-
-def _is_causal(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or not has_argument(node, "is_causal"):
-        return False
-    return bool(argument(node, "is_causal"))
+    sides = [int(call.number(f"window_size_{side}", -1)) for side in ("left", "right")]
+    return sum(sides) + 1 if min(sides) >= 0 else None
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ _CPU = ChunkCosts(
     chunk_us=600.0,
     flops_per_us=160_000.0,
 )
+_LEAST_SHARED_MEMORY = 48 * 1024  # bytes of a block, on every device
 _CPU_BYTES_PER_US = 1e4  # 10 GB/s: one kernel on two cores
 
 
@@ -52,13 +53,13 @@ def costs_of(device: torch.device) -> Costs:
     table = _stored(costs_path()).get(device_name(device))
     if device.type == "cpu":
         return _cpu_costs(table or _CPU, torch.get_num_threads())
-    return _gpu_costs(*_reported(device), _rounds_to_tf32(), table)
+    return _gpu_costs(cuda_device(device), _rounds_to_tf32(), table)
 
 
 def kind_of_gpu(device: torch.device) -> gpus.Gpu:
     """The kind of a GPU, which tells its links to its host and to other GPUs."""
-    name, capability, _ = _reported(device)
-    return gpus.nearest_gpu(name, capability)
+    found = cuda_device(device)
+    return gpus.nearest_gpu(found.name, found.capability)
 
 
 @functools.cache
@@ -67,28 +68,36 @@ def _cpu_costs(table: ChunkCosts, threads: int) -> Costs:
 
 
 @functools.cache
-def _gpu_costs(
-    name: str,
-    capability: tuple[int, int],
-    multiprocessors: int,
-    tf32: bool,
-    table: ChunkCosts | None,
-) -> Costs:
-    kind = gpus.nearest_gpu(name, capability).with_multiprocessors(multiprocessors)
+def _gpu_costs(found: CudaDevice, tf32: bool, table: ChunkCosts | None) -> Costs:
+    nearest = gpus.nearest_gpu(found.name, found.capability)
+    kind = nearest.with_multiprocessors(found.multiprocessors)
     return GpuCosts(kind, tf32) if table is None else MeasuredGpuCosts.of(kind, tf32, table)
 
 
-def _reported(device: torch.device) -> tuple[str, tuple[int, int], int]:
-    """Name, compute capability and multiprocessors of a device as torch reports them.
+@dataclasses.dataclass(frozen=True)
+class CudaDevice:
+    """The facts of a device that costs depend on, and kernels choose their workspaces by."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_per_block_bytes: int
+    name: str = ""
+
+
+def cuda_device(device: torch.device) -> CudaDevice:
+    """The facts of a device as torch reports them.
 
     Those of ``gpus.DEFAULT`` where there is no such device: a graph may be planned for a GPU on a
     machine without one.
     """
     if device.type == "cuda" and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(device)
-        return found.name, (found.major, found.minor), found.multi_processor_count
-    default = gpus.gpu(gpus.DEFAULT)
-    return default.full_name, default.capability, default.multiprocessors
+        found: Any = torch.cuda.get_device_properties(device)
+        shared = int(getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED_MEMORY))
+        capability = found.major, found.minor
+        return CudaDevice(capability, found.multi_processor_count, shared, found.name)
+    kind = gpus.gpu(gpus.DEFAULT)
+    shared = kind.shared_memory_per_block_bytes
+    return CudaDevice(kind.capability, kind.multiprocessors, shared, kind.full_name)
 
 
 def _rounds_to_tf32() -> bool:
@@ -102,7 +111,7 @@ def device_name(device: torch.device) -> str:
     """The name under which the costs of a device are stored; of a CPU it tells the threads."""
     if device.type == "cpu":
         return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"
-    return _reported(device)[0]
+    return cuda_device(device).name
 
 
 def costs_path() -> Path:
@@ -151,7 +160,7 @@ def fingerprint() -> str:
     facts: list[object] = [(name, repr(stored[name])) for name in sorted(stored)]
     if torch.cuda.is_available():
         devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-        facts += [*map(_reported, devices), _rounds_to_tf32()]
+        facts += [*map(cuda_device, devices), _rounds_to_tf32()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
 
 

@@ -41,6 +41,7 @@ from typing import ClassVar
 import torch
 
 from mstpass.gpus import TF32, Gpu
+from mstpass.graph.attention_sizes import ceil_div
 from mstpass.graph.call_work import AttentionWork, ExchangeWork
 from mstpass.graph.loop_work import LoopWork, Product
 
@@ -224,12 +225,12 @@ def _ways_us(costs: GpuCosts, product: Product) -> Iterator[float]:
     processors = costs.gpu.multiprocessors
     rate = costs.rate(product.dtype) / processors
     for tile_rows, tile_columns, share in _TILES:
-        tiles = product.batch * _pieces(product.rows, tile_rows)
-        tiles *= _pieces(product.columns, tile_columns)
+        tiles = product.batch * ceil_div(product.rows, tile_rows)
+        tiles *= ceil_div(product.columns, tile_columns)
         for splits in _splits(tiles, product.contracted, processors):
-            depth = _pieces(_pieces(product.contracted, splits), _TILE_DEPTH) * _TILE_DEPTH
+            depth = ceil_div(ceil_div(product.contracted, splits), _TILE_DEPTH) * _TILE_DEPTH
             tile_us = 2 * tile_rows * tile_columns * (depth + _FILL) / (rate * share)
-            yield _pieces(tiles * splits, processors) * tile_us + _added_us(costs, product, splits)
+            yield ceil_div(tiles * splits, processors) * tile_us + _added_us(costs, product, splits)
 
 
 def _splits(tiles: int, contracted: int, processors: int) -> Iterator[int]:
@@ -245,7 +246,3 @@ def _added_us(costs: GpuCosts, product: Product, splits: int) -> float:
         return 0.0
     partial_bytes = 4 * splits * product.batch * product.rows * product.columns
     return KERNEL_US + costs.memory_us(2 * partial_bytes)
-
-
-def _pieces(size: int, piece: int) -> int:
-    return -(-size // piece)

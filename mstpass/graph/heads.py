@@ -226,7 +226,7 @@ class HeadAxis:
                 sizes if node.target is aten.split_with_sizes.default else sizes[0],
                 dim,
             )
-        start, stop = (bound // count * length for bound in _bounds(node, dim))
+        start, stop = (bound // count * length for bound in _ends(node))
         operands = args[: len(tensor_inputs(node))]
         return (*operands, dim, start, stop)
 
@@ -341,18 +341,23 @@ def part_sizes(node: fx.Node, dim: int) -> list[int]:
         return []
     values = [*tensors_of(node.meta["val"]), *map(value_of, tensor_inputs(node))]
     sizes = [generic(value.shape[dim]) for value in values if value is not None]
-    return [*sizes, *(_bounds(node, dim) if node.target in _SLICES else [])]
+    return [*sizes, *(_ends(node) if node.target in _SLICES else [])]
 
 
-def _bounds(node: fx.Node, dim: int) -> list[int]:
-    """First and last element, exclusive, of the part that a slice takes or puts."""
-    value = value_of(tensor_inputs(node)[0])
+def _ends(node: fx.Node) -> tuple[int, int]:
+    rows = slice_rows(node)
+    return rows.start, rows.stop
+
+
+def slice_rows(node: fx.Node) -> range:
+    """The numbers of the rows that a slice takes or puts, at the generic point."""
+    dim, value = argument(node, "dim"), value_of(tensor_inputs(node)[0])
     assert value is not None, "the op gives one tensor"
-    given = (bound_of(argument(node, name)) for name in ("start", "end"))
-    return [*slice(*given).indices(generic(value.shape[dim]))[:2]]
+    given = (_bound(argument(node, name)) for name in ("start", "end", "step"))
+    return range(*slice(*given).indices(generic(value.shape[dim])))
 
 
-def bound_of(argument: Any) -> int | None:
+def _bound(argument: Any) -> int | None:
     """A bound of a slice, at the generic point; None if none is given."""
     value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
     return None if value is None else generic(value)

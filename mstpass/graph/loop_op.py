@@ -53,7 +53,6 @@ foresees that (loops/region_loops.py); of a finished graph it is asked here.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -63,7 +62,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, numel, value_of
-from mstpass.graph.sizes import generic_shape, generic_stride, hint
+from mstpass.graph.sizes import fills_memory, generic_shape, generic_stride, hint
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import HigherOrderOperator, implement
@@ -325,8 +324,4 @@ def is_row_by_row(node: fx.Node) -> bool:
     """Whether the rows lie one behind the other, as those of a loop's results do."""
     value = value_of(node)
     assert value is not None, "the op gives one tensor"
-    sizes, strides = generic_shape(value), generic_stride(value)
-    return all(
-        size == 1 or stride == math.prod(sizes[dim + 1 :])
-        for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True))
-    )
+    return fills_memory(generic_shape(value), generic_stride(value), range(value.dim()))

@@ -30,13 +30,19 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.attention import is_flex
-from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.attention_sizes import (
+    AttentionSizes,
+    attention_sizes,
+    call_of,
+    padded_features,
+    round_up,
+)
+from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.node_meta import source_of
 from mstpass.graph.op_rows import row
 from mstpass.graph.sizes import hint, hint_shape
-from mstpass.graph.token_rules.arguments import argument, has_argument
-from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload
+from mstpass.torch_internals.graphs import HigherOrderOperator, OpCall, OpOverload
 
 MOST_ELEMENTS = 2**31
 _MOST_UNSIGNED = 2**32
@@ -105,11 +111,11 @@ def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
 # ---- what is known of each kernel ----------------------------------------------------------------
 def _fault_of(node: fx.Node) -> tuple[str, str]:
     """What goes wrong in a call, and what to change; empty if nothing does."""
-    workspace = ops.row(node).workspace
-    if workspace == row.FLASH_BACKWARD:
-        return _flash_backward(node)
-    if workspace == row.EFFICIENT:
-        return _mask_of_efficient(node)
+    known = _OF_ATTENTION.get(ops.row(node).workspace)
+    if known is not None:
+        call = call_of(node)
+        sizes = attention_sizes(call)
+        return ("", "") if sizes is None else known(call, sizes)
     if is_flex(node):
         return _large_operand(
             node,
@@ -125,43 +131,27 @@ def _fault_of(node: fx.Node) -> tuple[str, str]:
     return "", ""
 
 
-def _flash_backward(node: fx.Node) -> tuple[str, str]:
+def _flash_backward(call: OpCall, sizes: AttentionSizes) -> tuple[str, str]:
     """The gradient of the queries is summed in float32 ``[S, H, D]``, with S and D rounded up."""
-    query = value_of(argument(node, "query"))
-    if query is None or query.dim() < 3:
-        return "", ""
-    shape = hint_shape(query)
-    tokens, heads, head_dim = shape[-3:]
-    if query.dim() == 4 and ops.row(node).attention.heads_dim == 1:  # type: ignore[union-attr]
-        tokens, heads = heads, tokens
-    if query.dim() == 3:  # sequences in one row: each begins at a multiple of 128
-        starts, longest = argument(node, "cum_seq_q"), argument(node, "max_q")
-        documents = value_of(starts) if isinstance(starts, fx.Node) else None
-        if isinstance(longest, fx.Node):
-            longest = longest.meta["val"]
-        tokens = hint(longest) + _ROWS * (1 if documents is None else hint(documents.shape[0]))
-    elements = _round_up(tokens, _ROWS) * heads * _round_up(head_dim, 32 if head_dim < 128 else 64)
+    # sequences in one row: each begins at a multiple of 128
+    tokens = sizes.S + (_ROWS * (sizes.B + 1) if sizes.in_one_row else 0)
+    elements = round_up(tokens, _ROWS) * sizes.H * padded_features(sizes.D)
     if elements <= MOST_ELEMENTS:
         return "", ""
     why = (
         f"the backward of flash attention computes offsets in 32 bits, and {tokens:,} tokens x "
-        f"{heads} heads x {head_dim} are {elements / MOST_ELEMENTS:.2f} x 2^31 elements: gradients "
-        "are wrong, or memory is read that is not its own"
+        f"{sizes.H} heads x {sizes.D} are {elements / MOST_ELEMENTS:.2f} x 2^31 elements: "
+        "gradients are wrong, or memory is read that is not its own"
     )
     return why, _IN_GROUPS
 
 
-def _mask_of_efficient(node: fx.Node) -> tuple[str, str]:
-    name = "attn_bias" if has_argument(node, "attn_bias") else "bias"
-    mask, query = argument(node, name), value_of(argument(node, "query"))
-    value = value_of(mask) if isinstance(mask, fx.Node) else None
-    if value is None or query is None:
-        return "", ""
-    queries = hint_shape(query)[-2 if ops.row(node).attention.heads_dim == 1 else -3]  # type: ignore[union-attr]
-    if (queries - 1) * hint(value.stride(-2)) < _MOST_UNSIGNED:
+def _mask_of_efficient(call: OpCall, sizes: AttentionSizes) -> tuple[str, str]:
+    mask = call.operand("attn_bias") or call.operand("bias")
+    if mask is None or (sizes.S - 1) * mask.stride[-2] < _MOST_UNSIGNED:
         return "", ""
     why = (
-        f"memory-efficient attention computes offsets into its mask of {queries:,} rows in 32 bits "
+        f"memory-efficient attention computes offsets into its mask of {sizes.S:,} rows in 32 bits "
         "and reads wrong rows"
     )
     return why, "leave the mask out where all tokens count, or pack sequences without padding"
@@ -191,5 +181,4 @@ def _is_foreign(node: fx.Node) -> bool:
     return is_higher and target.name().startswith("triton_kernel_wrapper")
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+_OF_ATTENTION = {row.FLASH_BACKWARD: _flash_backward, row.EFFICIENT: _mask_of_efficient}

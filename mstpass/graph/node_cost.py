@@ -72,7 +72,8 @@ def convolution_work(node: fx.Node) -> Product | None:
         return None
     count = 1 if name == _FORWARD else sum(argument(node, "output_mask")[:2])
     of_result = node if name == _FORWARD else argument(node, "grad_output")
-    source, result, weight = map(value_of, (argument(node, "input"), of_result, _weight(node)))
+    operands = argument(node, "input"), of_result, argument(node, "weight")
+    source, result, weight = map(value_of, operands)
     if source is None or result is None or weight is None or not count:
         return None
     transposed = bool(argument(node, "transposed"))
@@ -86,9 +87,3 @@ def convolution_work(node: fx.Node) -> Product | None:
         dtype=source.dtype,
         result_bytes=source.element_size(),
     )
-
-
-def _weight(node: fx.Node) -> fx.Node:
-    weight = argument(node, "weight")
-    assert isinstance(weight, fx.Node), "the weight is a node"
-    return weight

@@ -33,8 +33,8 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
-from mstpass.graph.joint import tensors_of, value_of
-from mstpass.graph.sizes import Size, same_shape
+from mstpass.graph.joint import tensors_of
+from mstpass.graph.sizes import same_shape
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -46,22 +46,21 @@ def gathered_per_row(node: fx.Node) -> int:
     """How many floating-point elements the node gathers per row; 0 if it is no such gather."""
     if node.target is not aten.gather.default:
         return 0
-    source, dim, index = node.args[:3]
-    assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
-    assert isinstance(dim, int), "the dim is a number"
-    value, indices = value_of(source), value_of(index)
-    assert value is not None and indices is not None, "the source and the index are one tensor each"
-    fits = indices.dim() > 1 and value.is_floating_point()
-    return _count(indices.shape[dim]) if fits else 0
+    arguments: Any = node.args
+    source, dim, index = arguments[:3]
+    return _per_row(source, dim, index)
+
+
+def _per_row(of: fx.Node, dim: int, index: fx.Node) -> int:
+    indices = index.meta["val"]
+    size = indices.shape[dim]
+    fits = indices.dim() > 1 and of.meta["val"].is_floating_point()
+    return size if fits and isinstance(size, int) else 0
 
 
 def are_few(count: int) -> bool:
     """Whether so many elements per row may be worked on one by one."""
     return 0 < count <= _FEW
-
-
-def _count(size: Size) -> int:
-    return size if isinstance(size, int) else 0
 
 
 def gather_few(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
@@ -114,19 +113,13 @@ def scattered_per_row(node: fx.Node) -> int:
     """How many floating-point elements the node writes, or adds, per row; 0 if not to each row."""
     if node.target not in _SCATTERS:
         return 0
-    _, dim, index, source = node.args[:4]
-    assert isinstance(index, fx.Node) and isinstance(dim, int), "a node and a number"
-    indices, value = value_of(index), value_of(node)
-    assert indices is not None and value is not None, "the index and the result are one tensor each"
-    if indices.dim() < 2 or not value.is_floating_point():
-        return 0
-    rows = [*value.shape]
-    rows[dim] = indices.shape[dim]
-    if not same_shape(indices.shape, rows):
-        return 0  # not every row
-    if isinstance(source, fx.Node) and not same_shape(source.meta["val"].shape, rows):
-        return 0
-    return _count(indices.shape[dim])
+    arguments: Any = node.args
+    _, dim, index, source = arguments[:4]
+    rows = [*node.meta["val"].shape]
+    rows[dim] = index.meta["val"].shape[dim]
+    shapes = (n.meta["val"].shape for n in (index, source) if isinstance(n, fx.Node))
+    is_of_all = all(same_shape(shape, rows) for shape in shapes)
+    return _per_row(node, dim, index) if is_of_all else 0
 
 
 def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
@@ -134,21 +127,16 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
 
     Where a scatter that does not add is given an index twice, the last element counts.
     """
-    base, dim, index, source = node.args[:4]
-    if scattered_per_row(node) == 1:
-        return scatter_one(builder, node, node.args)
-    assert isinstance(index, fx.Node) and isinstance(dim, int), "a node and a number"
+    arguments: Any = node.args
+    found, dim, index, source = arguments[:4]
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
-    found: Any = base
     places = _each(builder, index, dim)
-    elements: list[Any] = [source] * len(places)
-    if isinstance(source, fx.Node):
-        elements = [*_each(builder, source, dim)]
-    pairs = zip(places, elements, strict=True)
-    for number, (one, element) in enumerate(pairs):
-        choice = scatter_one(builder, node, (base if adds else found, dim, one, element))
+    is_node = isinstance(source, fx.Node)
+    elements = _each(builder, source, dim) if is_node else [source] * len(places)
+    for number, (one, element) in enumerate(zip(places, elements, strict=True)):
+        base = arguments[0] if adds else found
+        choice = scatter_one(builder, node, (base, dim, one, element))
         found = builder.call(aten.add.Tensor, found, choice) if adds and number else choice
-    assert isinstance(found, fx.Node), "the result is a node"
     return found
 
 

@@ -29,7 +29,7 @@ from mstpass.graph import ops
 from mstpass.graph.builder import ADDED, Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.sizes import fills_memory, generic_shape, generic_stride, outer_to_inner
 from mstpass.torch_internals.fake_tensors import binds_size, storage_key
 from mstpass.torch_internals.graphs import OpOverload, returns_view
 
@@ -122,14 +122,9 @@ def _compute(node: fx.Node) -> None:
 
 def order_of_copy(tensor: torch.Tensor) -> list[int] | None:
     """The dims in the order in which they lie in memory; None if they do not fill a block of it."""
-    shape, strides = generic_shape(tensor), generic_stride(tensor)
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-    expected = 1
-    for dim in reversed(order):
-        if shape[dim] != 1 and strides[dim] != expected:
-            return None
-        expected *= shape[dim]
-    return order
+    order = outer_to_inner(tensor)
+    fills = fills_memory(generic_shape(tensor), generic_stride(tensor), order)
+    return order if fills else None
 
 
 def layout_of(node: fx.Node) -> list[object]:

@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import sympy
 import torch
@@ -135,16 +135,23 @@ def generic_shape(value: torch.Tensor) -> torch.Size:
 
 def is_dense(value: torch.Tensor) -> bool:
     """Whether the elements fill a block of memory, each once; symbolic ones in row-major order."""
-    shape = generic_shape(value)
-    strides = [generic(stride) for stride in value.stride()]
-    dims = [d for d in range(len(shape)) if shape[d] != 1]
-    if is_static(value):
-        dims.sort(key=lambda d: -strides[d])
+    order = outer_to_inner(value) if is_static(value) else range(value.dim())
+    return fills_memory(generic_shape(value), generic_stride(value), order)
+
+
+def outer_to_inner(value: torch.Tensor) -> list[int]:
+    """The dims in the order in which they lie in memory."""
+    strides = generic_stride(value)
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def fills_memory(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether the elements fill a block of memory, each once, with the dims in this order."""
     expected = 1
-    for d in reversed(dims):
-        if strides[d] != expected:
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
             return False
-        expected *= shape[d]
+        expected *= shape[dim]
     return True
 
 

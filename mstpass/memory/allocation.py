@@ -1,4 +1,4 @@
-"""What a buffer takes from the allocator, and the facts of a device that workspaces depend on.
+"""What a buffer takes from the allocator.
 
 On CUDA a buffer takes whole blocks, elsewhere its size.
 
@@ -9,13 +9,10 @@ also hand out a block that is up to 1 MiB larger than what is asked for; that is
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch import fx
 
-from mstpass.gpus import DEFAULT, gpu
+from mstpass.graph.attention_sizes import round_up
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import hint_numel
 
@@ -24,7 +21,7 @@ BLOCK = 512  # bytes: blocks are multiples of it
 
 def rounded(size: int) -> int:
     """The blocks for ``size`` bytes."""
-    return -(-size // BLOCK) * BLOCK
+    return round_up(size, BLOCK)
 
 
 def allocated_bytes(size: int, device: torch.device | None) -> int:
@@ -42,29 +39,4 @@ def buffer_bytes(node: fx.Node) -> int:
     return sum(
         allocated_bytes(hint_numel(value) * value.element_size(), value.device)
         for value in tensors_of(node.meta.get("val"))
-    )
-
-
-_LEAST_SHARED_MEMORY = 48 * 1024  # bytes of a block, on every device
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaDevice:
-    """The facts that kernels choose their workspaces by."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared_memory_per_block_bytes: int
-
-
-def cuda_device(device: torch.device) -> CudaDevice:
-    """The facts of a device; without one, those of the kind that is assumed everywhere."""
-    if not torch.cuda.is_available():
-        kind = gpu(DEFAULT)
-        return CudaDevice(kind.capability, kind.multiprocessors, kind.shared_memory_per_block_bytes)
-    found: Any = torch.cuda.get_device_properties(device)
-    return CudaDevice(
-        (found.major, found.minor),
-        found.multi_processor_count,
-        int(getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED_MEMORY)),
     )

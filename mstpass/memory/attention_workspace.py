@@ -29,40 +29,17 @@ attention at run time (``torch.nn.attention.activate_flash_attention_impl``) are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from mstpass.graph.op_rows.row import Attention
-from mstpass.graph.op_table import row_of
-from mstpass.memory.allocation import CudaDevice, rounded
-from mstpass.torch_internals.graphs import OpCall, Operand
+from mstpass.graph.attention_sizes import AttentionSizes, ceil_div, padded_features, round_up
+from mstpass.graph.device_costs import CudaDevice
+from mstpass.graph.sizes import fills_memory
+from mstpass.memory.allocation import rounded
+from mstpass.torch_internals.graphs import OpCall
 
 _FLOAT = torch.float32.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """The sizes of an attention, by the letters of the module's docstring; ``rows`` is B S."""
-
-    B: int
-    H: int
-    K: int
-    S: int
-    T: int
-    D: int
-    E: int
-    rows: int
-    key_rows: int
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(a: int, b: int) -> int:
-    return _ceil_div(a, b) * b
 
 
 def _blocks(*tensors: int) -> int:
@@ -70,71 +47,12 @@ def _blocks(*tensors: int) -> int:
     return sum(map(rounded, tensors))
 
 
-def _operands(call: OpCall) -> tuple[Operand, Operand, Operand] | None:
-    query, key, value = map(call.operand, ("query", "key", "value"))
-    return None if query is None or key is None or value is None else (query, key, value)
-
-
-def _sizes(call: OpCall) -> _Sizes | None:
-    """None where an operand is missing or has other dims than are known."""
-    operands = _operands(call)
-    if operands is None:
-        return None
-    query, key, value = (operand.shape for operand in operands)
-    if len(query) == 3:  # sequences in one row
-        return _sizes_in_one_row(call, query, key, value)
-    if len(query) != 4:
-        return None
-    if _heads_first(call):
-        B, H, S, D = query
-        K, T, E = key[1], key[2], value[3]
-    else:
-        B, S, H, D = query
-        T, K, E = key[1], key[2], value[3]
-    return _Sizes(B, H, K, S, T, D, E, B * S, B * T)
-
-
-def _sizes_in_one_row(
-    call: OpCall, query: Sequence[int], key: Sequence[int], value: Sequence[int]
-) -> _Sizes:
-    starts = call.operand("cum_seq_q")
-    B = 1 if starts is None else max(1, starts.numel - 1)
-    (rows, H, D), (key_rows, K, _) = query, key
-    S, T = int(call.number("max_q", rows)), int(call.number("max_k", key_rows))
-    return _Sizes(B, H, K, S, T, D, value[2], rows, key_rows)
-
-
-def _attention(call: OpCall) -> Attention:
-    found = row_of(call.op).attention
-    assert found is not None, "one is found"
-    return found
-
-
-def _heads_first(call: OpCall) -> bool:
-    """Whether the op takes (B, H, S, D); others take (B, S, H, D)."""
-    return _attention(call).heads_dim == 1
-
-
-def _copied(call: OpCall, *names: str) -> list[int]:
+def _copied(call: OpCall, sizes: AttentionSizes, *names: str) -> list[int]:
     """The bytes of those operands that the kernel copies, as it wants (B, S, H, D) contiguous."""
-    found = []
-    for name in names:
-        operand = call.operand(name)
-        if operand is not None and not _is_contiguous(operand, _heads_first(call)):
-            found.append(operand.bytes)
-    return found
-
-
-def _is_contiguous(operand: Operand, heads_first: bool) -> bool:
-    dims = list(zip(operand.shape, operand.stride, strict=True))
-    if heads_first and len(dims) == 4:
-        dims[1], dims[2] = dims[2], dims[1]
-    expected = 1
-    for size, stride in reversed(dims):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    found = filter(None, map(call.operand, names))
+    swapped = (0, 2, 1, 3) if sizes.heads_first else (0, 1, 2, 3)
+    pairs = ((o, swapped if len(o.shape) == 4 else range(len(o.shape))) for o in found)
+    return [o.bytes for o, order in pairs if not fills_memory(o.shape, o.stride, order)]
 
 
 def _is_deterministic() -> bool:
@@ -151,27 +69,22 @@ _SPLIT_ROWS = 64  # of queries, in a kernel that splits the keys
 _FEW_BLOCKS, _EFFICIENT = 0.8, 0.85  # of the multiprocessors; of the best efficiency
 
 
-def _padded_features(D: int) -> int:
-    return _round_up(D, 32 if D <= 128 else 64)
-
-
-def flash_forward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes = _sizes(call)
-    if sizes is None or sizes.rows != sizes.B * sizes.S or call.number("dropout_p"):
+def flash_forward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
+    if sizes.rows != sizes.B * sizes.S or call.number("dropout_p"):
         return 0  # no splits of sequences in one row, and none with dropout
     H, S = sizes.H, sizes.S
     if S == 1 and sizes.K < H:  # query heads that share a key become rows
         H, S = sizes.K, H // sizes.K
     keys = 256 if sizes.D <= 64 else 128 if sizes.D <= 128 else 64
     splits = _splits(
-        sizes.B * H * _ceil_div(S, _SPLIT_ROWS),
+        sizes.B * H * ceil_div(S, _SPLIT_ROWS),
         2 * device.multiprocessors,
-        _ceil_div(sizes.T, keys),
+        ceil_div(sizes.T, keys),
     )
     if splits == 1:
         return 0
     sums = _FLOAT * splits * sizes.B * H * S
-    return _blocks(sums, sums * _padded_features(sizes.D))
+    return _blocks(sums, sums * padded_features(sizes.D))
 
 
 def _splits(blocks: int, slots: int, key_blocks: int) -> int:
@@ -180,30 +93,26 @@ def _splits(blocks: int, slots: int, key_blocks: int) -> int:
         return 1
     efficiency = {}
     for splits in range(1, min(_MOST_SPLITS, slots, key_blocks) + 1):
-        if splits == 1 or _ceil_div(key_blocks, splits) != _ceil_div(key_blocks, splits - 1):
+        if splits == 1 or ceil_div(key_blocks, splits) != ceil_div(key_blocks, splits - 1):
             waves = blocks * splits / slots
-            efficiency[splits] = waves / _ceil_div(blocks * splits, slots)
+            efficiency[splits] = waves / ceil_div(blocks * splits, slots)
     best = max(efficiency.values(), default=0.0)
     return next((n for n, found in efficiency.items() if found >= _EFFICIENT * best), 1)
 
 
-def flash_backward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes = _sizes(call)
-    key = call.operand("key")
-    if sizes is None or key is None:
-        return 0
+def flash_backward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
     in_one_row = sizes.rows != sizes.B * sizes.S or call.operand("cum_seq_q") is not None
-    rows = sizes.rows + _ROWS * sizes.B if in_one_row else sizes.B * _round_up(sizes.S, _ROWS)
+    rows = sizes.rows + _ROWS * sizes.B if in_one_row else sizes.B * round_up(sizes.S, _ROWS)
     sums = _FLOAT * rows * sizes.H
-    gradients = sums * _padded_features(sizes.D)
+    gradients = sums * padded_features(sizes.D)
     if _is_deterministic():
-        gradients *= _ceil_div(device.multiprocessors, sizes.B * sizes.H)
-    expanded = key.dtype.itemsize * sizes.key_rows * sizes.H * sizes.D
+        gradients *= ceil_div(device.multiprocessors, sizes.B * sizes.H)
+    expanded = sizes.dtype.itemsize * sizes.key_rows * sizes.H * sizes.D
     return _blocks(
         sums,
         gradients,
         *([expanded, expanded] if sizes.K != sizes.H else []),
-        *_copied(call, "grad_out", "out"),
+        *_copied(call, sizes, "grad_out", "out"),
     )
 
 
@@ -215,26 +124,22 @@ _ENOUGH_BLOCKS, _MOST_SPLIT_BLOCKS = 256, 200
 _WITH_96_FEATURES = ((8, 6), (8, 9))  # compute capabilities with a kernel for them
 
 
-def efficient_forward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes, value = _sizes(call), call.operand("value")
-    if sizes is None or value is None or value.dtype.itemsize >= _FLOAT:
+def efficient_forward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
+    if sizes.dtype.itemsize >= _FLOAT:
         return 0
     if max(sizes.D, sizes.E) <= _MOST_FEATURES_IN_REGISTERS:
         return 0
     return _blocks(_FLOAT * sizes.rows * sizes.H * sizes.E)
 
 
-def efficient_backward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes, query = _sizes(call), call.operand("query")
-    if sizes is None or query is None:
-        return 0
+def efficient_backward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
     starts = call.operand("cu_seqlens_q")
     if starts is not None:
         S = int(call.number("max_seqlen_q", sizes.S))
         T = int(call.number("max_seqlen_k", sizes.T))
         sizes = dataclasses.replace(sizes, B=max(1, starts.numel - 1), S=S, T=T)
-    is_half = query.dtype.itemsize < _FLOAT
-    copied = _copied(call, "grad_out", "grad_out_")
+    is_half = sizes.dtype.itemsize < _FLOAT
+    copied = _copied(call, sizes, "grad_out", "grad_out_")
     sums = _FLOAT * sizes.rows * sizes.H
     running = _blocks(sums, _tiles_bytes(sizes, is_half, call, device), *copied)
     if is_half:
@@ -242,11 +147,11 @@ def efficient_backward_bytes(call: OpCall, device: CudaDevice) -> int:
     return max(running, _blocks(sums, sums, sums * sizes.E, *copied))
 
 
-def _tiles_bytes(sizes: _Sizes, is_half: bool, call: OpCall, device: CudaDevice) -> int:
+def _tiles_bytes(sizes: AttentionSizes, is_half: bool, call: OpCall, device: CudaDevice) -> int:
     """``AttentionBackwardKernel::Params::workspace_size``."""
     dropout = bool(call.number("dropout_p"))
     tile = _tile(max(sizes.D, sizes.E), is_half, dropout, device)
-    splits = _ceil_div(sizes.T, tile.columns)
+    splits = ceil_div(sizes.T, tile.columns)
     num_splits = call.arguments.get("num_splits_key")
     if isinstance(num_splits, int):
         splits = min(splits, num_splits)
@@ -258,11 +163,11 @@ def _tiles_bytes(sizes: _Sizes, is_half: bool, call: OpCall, device: CudaDevice)
     splits = 1 if _is_deterministic() else max(1, splits)
     elements = 0
     if tile.sums_in_memory:
-        widths = _round_up(sizes.D, tile.rows) + _round_up(sizes.E, tile.rows)
+        widths = round_up(sizes.D, tile.rows) + round_up(sizes.E, tile.rows)
         elements += splits * tile.columns * widths
-    tiles = _ceil_div(sizes.S, tile.rows) * _ceil_div(sizes.D, tile.columns)
+    tiles = ceil_div(sizes.S, tile.rows) * ceil_div(sizes.D, tile.columns)
     elements += tiles * (tile.rows * tile.columns + _TILE_HEADER // _FLOAT)
-    return _FLOAT * sizes.B * sizes.H * _round_up(elements, 4)
+    return _FLOAT * sizes.B * sizes.H * round_up(elements, 4)
 
 
 class _Tile(NamedTuple):
@@ -293,18 +198,14 @@ def _tile(features: int, is_half: bool, dropout: bool, device: CudaDevice) -> _T
 
 
 # ---- cuDNN and FlexAttention ---------------------------------------------------------------------
-def cudnn_backward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes, key = _sizes(call), call.operand("key")
-    if sizes is None or key is None:
-        return 0
+def cudnn_backward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
     sums = _FLOAT * sizes.rows * sizes.H
-    expanded = [key.dtype.itemsize * sizes.key_rows * sizes.H * n for n in (sizes.D, sizes.E)]
+    expanded = [sizes.dtype.itemsize * sizes.key_rows * sizes.H * n for n in (sizes.D, sizes.E)]
     return _blocks(sums, sums * sizes.D, *(expanded if sizes.K != sizes.H else []))
 
 
-def flex_backward_bytes(call: OpCall, device: CudaDevice) -> int:
-    sizes = _sizes(call)
-    return 0 if sizes is None else _blocks(_FLOAT * sizes.rows * sizes.H)
+def flex_backward_bytes(call: OpCall, sizes: AttentionSizes, device: CudaDevice) -> int:
+    return _blocks(_FLOAT * sizes.rows * sizes.H)
 
 
 # ---- flash attention on the CPU ------------------------------------------------------------------
@@ -312,22 +213,16 @@ _MOST_KEYS = 512  # in a block
 _QUERIES = ((768, 256), (192, 64), (0, 32))  # from so many queries on, so many in a block
 
 
-def cpu_flash_bytes(call: OpCall) -> int:
+def cpu_flash_bytes(sizes: AttentionSizes) -> int:
     """In all threads.
 
     A thread holds a block of scores, queries x keys in float32, and a block of results (forward) or
     of the scores' gradient (backward). Inputs of a narrower dtype need a copy of the scores in that
     dtype.
     """
-    operands = _operands(call)
-    if operands is None:
-        return 0
-    query, key, _ = operands
-    backward = _attention(call).backward
-    queries, features = query.shape[-2:]
-    rows = min(queries, next(block for least, block in _QUERIES if queries >= least))
-    keys = min(key.shape[-2], _MOST_KEYS)
-    elements = rows * (2 * keys if backward else keys + features + 2)
-    if query.dtype.itemsize < _FLOAT:
-        elements += rows * keys // 2 * (2 if backward else 1)
+    rows = min(sizes.S, next(block for least, block in _QUERIES if least <= sizes.S))
+    keys = min(sizes.T, _MOST_KEYS)
+    elements = rows * (2 * keys if sizes.backward else keys + sizes.D + 2)
+    if sizes.dtype.itemsize < _FLOAT:
+        elements += rows * keys // 2 * (2 if sizes.backward else 1)
     return torch.get_num_threads() * elements * _FLOAT

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from mstpass.graph import ops
+from mstpass.graph.heads import slice_rows
 from mstpass.graph.joint import value_of
 from mstpass.graph.loop_op import is_rows_on_host, is_wait_for_reload
 from mstpass.graph.recompute_rules import is_input_write
-from mstpass.graph.sizes import hint, is_size
+from mstpass.graph.sizes import hint, is_size, outer_to_inner
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.problem.op import (
@@ -107,12 +108,8 @@ def shift(node: fx.Node) -> tuple[int, int] | None:
     written = node.target is aten.slice_scatter.default  # into zeros: from where the slice read
     if not (written or node.target is aten.slice.Tensor) or argument(node, "step") != 1:
         return None
-    shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
-    if not isinstance(start, int):
-        return None
-    dim = argument(node, "dim") % len(shape)
-    start += shape[dim] if start < 0 else 0
-    return len(shape) - dim, -start if written else start
+    rank, start = len(_hint_shape(node)), slice_rows(node).start
+    return rank - argument(node, "dim") % rank, -start if written else start
 
 
 def transposed(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -125,7 +122,10 @@ def transposed(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     read, users = value_of(source), node.users
     if read is None or value is None or all(user.target is aten.clone.default for user in users):
         return None  # what another copy reads is computed there, and lies nowhere
-    before, after = _outer_to_inner(read), _outer_to_inner(value)
+    before, after = (
+        [dim for dim in outer_to_inner(tensor) if hint(tensor.shape[dim]) > 1]
+        for tensor in (read, value)
+    )
     if before == after:
         return None
     runs = [[after[0]]]  # dims that are neighbours in both orders are one
@@ -183,12 +183,6 @@ def _is_part(node: fx.Node) -> bool:
 def _hint_shape(node: fx.Node) -> tuple[int, ...]:
     value = value_of(node)
     return () if value is None else tuple(map(hint, value.shape))
-
-
-def _outer_to_inner(value: Tensor) -> list[int]:
-    """The dims of more than one element, in the order in which they lie in memory."""
-    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
-    return sorted(long, key=lambda d: -hint(value.stride()[d]))
 
 
 def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:

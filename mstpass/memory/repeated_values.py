@@ -31,22 +31,6 @@ _MOST = 16  # values of one graph
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies:
-    """Values to compute once more.
-
-    Attributes:
-        names: of each value, and the name that its copy has in later ``Copies``; in the order in
-            which the copies run.
-        before: the op that they run in front of.
-        readers: the ops that read the copies from then on.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    before: str
-    readers: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Repeated:
     """The ops of the backward with the copies in place, and the memory of the step with them."""
 
@@ -62,31 +46,34 @@ def repeated_values(memory: StepMemory, backward: GraphOps, cheap: Set[str]) -> 
         backward: the ops of its backward.
         cheap: names of those that may be computed twice.
     """
+    found = Repeated(backward, memory)
     names = set(cheap)
     for number in range(_MOST):
-        found = None
-        if memory.peak is memory.backward:
-            found = _one_more(memory, backward, names, number)
-        if found is None:
+        memory = found.memory
+        more = _one_more(found, names, number) if memory.peak is memory.backward else None
+        if more is None:
             break
-        copies, backward, memory = found
-        names.update(new for _, new in copies.names)
-    return Repeated(backward, memory)
+        found = more
+        names.update(op.name for op in found.backward.ops if op.name.endswith(_again(number)))
+    return found
 
 
-def _one_more(
-    memory: StepMemory, backward: GraphOps, cheap: Set[str], number: int
-) -> tuple[Copies, GraphOps, StepMemory] | None:
-    """The copies of the first value that lower the memory. None if there is no such value."""
-    peak, graph = memory.backward.peak, _Graph(backward)
+def _again(number: int) -> str:
+    """What the names of the copies that are made at once end with."""
+    return f":again:{number}"
+
+
+def _one_more(before: Repeated, cheap: Set[str], number: int) -> Repeated | None:
+    """With the copies of the first value that lower the memory. None if there is no such value."""
+    memory, graph = before.memory, _Graph(before.backward)
+    peak = memory.backward.peak
     for alive in memory.backward.alive:
-        copies = graph.copies(alive.node, peak.node, cheap, number)
-        if copies is None:
+        other = graph.with_copies(alive.node, peak.node, cheap, number)
+        if other is None:
             continue
-        other = graph.with_copies(copies)
         after = dataclasses.replace(memory, backward=other.simulated())
         if after.peak_bytes <= memory.peak_bytes and _bytes_at(peak, after) < peak.bytes:
-            return copies, other, after
+            return Repeated(other, after)
     return None
 
 
@@ -107,27 +94,23 @@ class _Graph:
                 self.users.setdefault(name, []).append(op.name)
         self.kept = {self._viewed(name) for name in graph.kept if name in self.op}
 
-    def copies(self, name: str, place: str, cheap: Set[str], number: int) -> Copies | None:
-        """The copies of a value for its readers behind a place, if it has readers on both sides."""
+    def with_copies(self, name: str, place: str, cheap: Set[str], number: int) -> GraphOps | None:
+        """The ops with copies of a value, and of what it is computed from, in front of its first
+        reader behind a place; None if it has no readers on both sides, or is not cheap."""
         if name not in cheap or name in self.kept:
             return None
         readers = readers_through_views(name, self.op, self.users)
         later = sorted({r for r in readers if self.order[r] > self.order[place]}, key=self._at)
         if not later or len(later) == len(set(readers)):
             return None
-        chain = self._chain(name, later, cheap)
-        if not chain:
+        new = {one: f"{one}{_again(number)}" for one in self._chain(name, later, cheap)}
+        if not new:
             return None
-        return Copies(tuple((one, f"{one}:again:{number}") for one in chain), later[0], (*later,))
-
-    def with_copies(self, copies: Copies) -> GraphOps:
-        """The ops of the graph with the copies in place."""
-        new, readers = dict(copies.names), set(copies.readers)
         ops: list[Op] = []
         for op in self.graph.ops:
-            if op.name == copies.before:
-                ops += [self.op[o].reading(new, name) for o, name in copies.names]
-            ops.append(op.reading(new, op.name) if op.name in readers else op)
+            if op.name == later[0]:
+                ops += [self.op[one].reading(new, copy) for one, copy in new.items()]
+            ops.append(op.reading(new, op.name) if op.name in later else op)
         return dataclasses.replace(self.graph, ops=tuple(ops))
 
     def _at(self, name: str) -> int:

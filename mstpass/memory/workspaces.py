@@ -35,7 +35,6 @@ Source: aten/src/ATen/cuda/CublasHandlePool.cpp (``parseChosenWorkspaceSize``,
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -45,54 +44,37 @@ import torch
 from torch import fx
 
 from mstpass.graph.attention_rows import keys_of_block
-from mstpass.graph.joint import value_of
+from mstpass.graph.attention_sizes import AttentionSizes, argument_of, attention_sizes, call_of
+from mstpass.graph.device_costs import CudaDevice, cuda_device
 from mstpass.graph.op_rows import row
 from mstpass.graph.op_table import TABLE, row_of
-from mstpass.graph.sizes import hint, hint_shape
 from mstpass.memory import attention_workspace
-from mstpass.memory.allocation import CudaDevice, allocated_bytes, cuda_device
+from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.attention_workspace import cpu_flash_bytes
-from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
+from mstpass.torch_internals.graphs import OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.versions import frees_cublas_workspaces
 
 _FLOAT = torch.float32.itemsize
 
 
-def rows_bytes(call: OpCall) -> int:
+def rows_bytes(sizes: AttentionSizes) -> int:
     """The bytes of a call for the rows of one chunk."""
-    query, key, value = map(call.operand, ("query", "key", "value"))
-    attention = row_of(call.op).attention
-    if query is None or key is None or value is None or attention is None:
-        return 0
-    rows = math.prod(query.shape)
-    size = query.dtype.itemsize
+    rows, size = sizes.B * sizes.H * sizes.S * sizes.D, sizes.dtype.itemsize
     wide = max(size, _FLOAT)
-    block = min(key.shape[2], keys_of_block(query.shape[2])) if attention.backward else key.shape[2]
-    of_block = {"query": _folded(query, key.shape[1]), "key": _first(key, block)}
-    of_block["value"] = _first(value, block)
-    on_block = dataclasses.replace(call, arguments={**call.arguments, **of_block})
-    kernels = cpu_flash_bytes(on_block) if query.device.type == "cpu" else 0
-    if not attention.backward:
+    block = min(sizes.T, keys_of_block(sizes.S)) if sizes.backward else sizes.T
+    # the queries of all heads that read one head of keys are its rows
+    of_block = dataclasses.replace(sizes, S=sizes.H // sizes.K * sizes.S, T=block)
+    kernels = cpu_flash_bytes(of_block) if sizes.device.type == "cpu" else 0
+    if not sizes.backward:
         merged = rows * wide if size < wide else 0
         return rows * (2 * size + wide) + merged + kernels
-    features = key.shape[3] + value.shape[3]
-    of_keys = key.shape[0] * key.shape[1] * block * features * size
-    if query.device.type == "cuda":
-        heads, length = query.shape[1:3]
-        of_keys = max(of_keys, heads * min(length, block) * features * size)
-        kernels = rows * _FLOAT + heads * length * _FLOAT  # sums of the queries' gradient, of rows
+    features = sizes.D + sizes.E
+    of_keys = sizes.B * sizes.K * block * features * size
+    if sizes.device.type == "cuda":
+        of_keys = max(of_keys, sizes.H * min(sizes.S, block) * features * size)
+        # sums of the queries' gradient, of rows
+        kernels = rows * _FLOAT + sizes.H * sizes.S * _FLOAT
     return rows * (4 * size + wide) + of_keys + kernels
-
-
-def _first(operand: Operand, keys: int) -> Operand:
-    shape = (*operand.shape[:2], keys, *operand.shape[3:])
-    return dataclasses.replace(operand, shape=shape)
-
-
-def _folded(query: Operand, heads: int) -> Operand:
-    """The queries of all heads that read one head of keys, as its rows."""
-    _, all_heads, rows, features = query.shape
-    return dataclasses.replace(query, shape=(1, heads, all_heads // heads * rows, features))
 
 
 _KIB, _MIB = 2**10, 2**20
@@ -136,8 +118,8 @@ def _lt_bytes() -> int:
 
 
 # The names are those of ``Op.workspace``.
-ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
-    row.PRODUCT: product_workspace_bytes,
+_OfAttention = Callable[[OpCall, AttentionSizes, CudaDevice], int]
+ON_CUDA: Mapping[str, _OfAttention] = {
     row.FLASH: attention_workspace.flash_forward_bytes,
     row.FLASH_BACKWARD: attention_workspace.flash_backward_bytes,
     row.EFFICIENT: attention_workspace.efficient_forward_bytes,
@@ -145,8 +127,8 @@ ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
     row.CUDNN_BACKWARD: attention_workspace.cudnn_backward_bytes,
     row.FLEX_BACKWARD: attention_workspace.flex_backward_bytes,
 }
-ANYWHERE: Mapping[str, Callable[[OpCall], int]] = {
-    row.CPU_FLASH: attention_workspace.cpu_flash_bytes,
+ANYWHERE: Mapping[str, Callable[[AttentionSizes], int]] = {
+    row.CPU_FLASH: cpu_flash_bytes,
     row.ROWS: rows_bytes,
     row.ROWS_BACKWARD: rows_bytes,
 }
@@ -159,38 +141,29 @@ def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
     Args:
         device: where the call runs; None: where its operands are.
     """
-    workspace = row_of(call.op).workspace
-    if workspace in ANYWHERE:
-        return ANYWHERE[workspace](call)
+    workspace, sizes = row_of(call.op).workspace, None
+    if workspace != row.PRODUCT and (sizes := attention_sizes(call)) is None:
+        return 0
+    if sizes is not None and workspace in ANYWHERE:
+        return ANYWHERE[workspace](sizes)
     if device is None:
         device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
     if not workspace or device is None or device.type != "cuda":
         return 0
-    found = ON_CUDA[workspace](call, cuda_device(device))
-    return allocated_bytes(found, device) if workspace == row.PRODUCT else found
+    if sizes is None:
+        return allocated_bytes(product_workspace_bytes(call, cuda_device(device)), device)
+    return ON_CUDA[workspace](call, sizes, cuda_device(device))
 
 
 def node_workspace_bytes(node: fx.Node) -> int:
     """The same for a node of a graph; its symbolic sizes count with their hints."""
     if node.op != "call_function" or name_of(node.target) not in KNOWN:
         return 0
-    return workspace_bytes(op_call(node.target, node.args, node.kwargs, _argument_of))
+    return workspace_bytes(call_of(node))
 
 
 def eager_workspace_bytes(target: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     """The same for an op that is run on tensors, as if they were on a device."""
     if name_of(target) not in KNOWN:
         return 0
-    return workspace_bytes(op_call(target, args, kwargs, _argument_of), device)
-
-
-def _argument_of(given: Any) -> Argument:
-    if isinstance(given, fx.Node):
-        value = value_of(given)
-        given = given.meta.get("val") if value is None else value
-    if isinstance(given, torch.Tensor):
-        stride = tuple(map(hint, given.stride()))
-        return Operand(tuple(hint_shape(given)), stride, given.dtype, given.device)
-    if isinstance(given, torch.SymInt):
-        return hint(given)
-    return given if isinstance(given, int | float) else None
+    return workspace_bytes(op_call(target, args, kwargs, argument_of), device)

@@ -77,27 +77,18 @@ class _Window:
     interleaved: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Windows:
-    """The windows of one product's rows, by the nodes that take them."""
-
-    product: fx.Node
-    division: Division
-    taken: Mapping[fx.Node, _Window]
-
-
 def _with_meeting_windows(joint: JointGraph) -> list[Division]:
     """The products of which windows meet others: two wide operands of a node have different ones.
 
     Windows of two products with the same place meet in one row of both, which needs no rewrite.
     """
-    found = [w for a, spec in joint.cached(anchors) if (w := _windows(joint, a, spec)) is not None]
+    found = {a: w for a, spec in joint.cached(anchors) if (w := _windows(joint, a, spec))}
     held: dict[fx.Node, frozenset[_Window]] = {}
     products: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # of which a value has windows
-    for windows in found:
-        for node, window in windows.taken.items():
+    for product, (_, taken) in found.items():
+        for node, window in taken.items():
             held[node] = frozenset({window})
-            products[node] = {windows.product}
+            products[node] = {product}
     met: set[fx.Node] = set()
     for node in joint.nodes if held else ():
         operands = [n for n in node.all_input_nodes if n in held]
@@ -109,11 +100,14 @@ def _with_meeting_windows(joint: JointGraph) -> list[Division]:
         products[node] = set().union(*(products[n] for n in operands))
         if len({held[n] for n in operands}) > 1 and node.target is not aten.cat.default:
             met |= products[node]
-    return [windows.division for windows in found if windows.product in met]
+    return [division for product, (division, _) in found.items() if product in met]
 
 
-def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
-    """The windows of what is made of a product; None if they do not tile its rows."""
+def _windows(
+    joint: JointGraph, anchor: fx.Node, spec: Spec
+) -> tuple[Division, Mapping[fx.Node, _Window]] | None:
+    """The windows of a product's rows, by the nodes that take them from what is made of it; None if
+    they do not tile its rows."""
     taken: dict[fx.Node, _Window] = {}
     for reading in readings(joint, anchor, spec):
         rows = rows_taken(reading.node)
@@ -131,7 +125,7 @@ def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
         return None
     inner = 1 if first.interleaved else shape_of(anchor)[spec[0]] // first.count
     division = Division(anchor.name, HeadDim(spec[0], inner), Parts((1,) * first.count))
-    return _Windows(anchor, division, taken)
+    return division, taken
 
 
 def _window(reading: Reading, dim: int, rows: range) -> _Window | None:

@@ -42,7 +42,15 @@ from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
-from mstpass.graph.sizes import Size, expression, generic_shape, is_size, is_static, same_shape
+from mstpass.graph.sizes import (
+    Size,
+    expression,
+    generic,
+    generic_shape,
+    is_size,
+    is_static,
+    same_shape,
+)
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.normalize.partial import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -150,14 +158,10 @@ def _writes_one_per_row(node: fx.Node, num_rows: int) -> bool:
 
 def _numbers(node: fx.Node, count: int) -> bool:
     """Whether the value is 0, 1, ..., ``count - 1``."""
-    value = value_of(node)
-    if value is None or list(generic_shape(value)) != [count]:
+    if node.target not in (torch.ops.prims.iota.default, aten.arange.start_step):
         return False
-    if node.target is torch.ops.prims.iota.default:
-        return argument(node, "start") == 0 and argument(node, "step") == 1
-    if node.target is aten.arange.start_step:
-        return argument(node, "start") == 0 and argument(node, "step") == 1
-    return False
+    counts = argument(node, "start") == 0 and argument(node, "step") == 1
+    return counts and list(generic_shape(node.meta["val"])) == [count]
 
 
 def _column(builder: Builder, node: fx.Node) -> fx.Node:
@@ -200,8 +204,8 @@ def selections_as_rows(joint: JointGraph) -> Rewritten:
     chosen = {_key(n) for n in found if n.target in _READS and numel(n.all_input_nodes[0]) >= wide}
     first = {_key(node): node for node in reversed(found)}
     chosen = {key for key in chosen if not _is_mask(first[key]) or binds_size(first[key])}
-    rows: dict[tuple[_Key, tuple[int, ...]], fx.Node] = {}
-    write = lambda copy, node: _Writer(copy, rows).rows_of(node)
+    known: _Rows = {}
+    write = lambda copy, node: _by_rows(copy, node, known)
     return rewritten(joint, (node for node in found if _key(node) in chosen), write)
 
 
@@ -267,68 +271,56 @@ def _seen_through_views(node: fx.Node) -> fx.Node:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-class _Writer:
-    """Writes the selections of one graph, in their order, in a copy of it.
+_Rows = dict[tuple[_Key, tuple[int, ...]], fx.Node]  # their numbers, by what selects them
 
-    Args:
-        rows: the numbers of rows that were written before, by what selects them.
-    """
 
-    def __init__(self, rewriting: Rewriting, rows: dict[tuple[_Key, tuple[int, ...]], fx.Node]):
-        self.rewriting, self.rows = rewriting, rows
-        self.builder, self.sizes = rewriting.builder, rewriting.sizes
+def _by_rows(rewriting: Rewriting, node: fx.Node, known: _Rows) -> fx.Node:
+    """What a node reads or writes, by the numbers of rows."""
+    call, reshaped, rank = rewriting.builder.call, rewriting.sizes.reshaped, _num_dims(node)
+    source = node.all_input_nodes[0]
+    grid, rest = list(source.meta["val"].shape[:rank]), list(source.meta["val"].shape[rank:])
+    key = _key(node), tuple(map(generic, grid))
+    if key not in known:
+        of_mask = _is_mask(node)
+        known[key] = _of_mask(rewriting, node) if of_mask else _of_grid(rewriting, node, grid)
+    rows, flat = known[key], reshaped(source, [math.prod(grid), *rest])
+    if node.target in _READS:
+        made = call(aten.index.Tensor, flat, [rows])
+        if _is_mask(node):  # it has the shape, perhaps by another name of its size
+            return made
+    else:
+        values = reshaped(node.args[2], [rows.meta["val"].shape[0], *rest])  # type: ignore[arg-type]
+        accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
+        made = call(aten.index_put.default, flat, [rows], values, accumulate)
+    return reshaped(made, list(node.meta["val"].shape))
 
-    def rows_of(self, node: fx.Node) -> fx.Node:
-        """What a node reads or writes, by the numbers of rows."""
-        source, rank = node.all_input_nodes[0], _num_dims(node)
-        shape = list(source.meta["val"].shape)
-        tokens, rest = math.prod(shape[:rank]), shape[rank:]
-        rows = self._numbers(node, shape[:rank])
-        flat = self.sizes.reshaped(source, [tokens, *rest])
-        if node.target in _READS:
-            made = self.builder.call(aten.index.Tensor, flat, [rows])
-            if _is_mask(node):  # it has the shape, perhaps by another name of its size
-                return made
-        else:
-            count = rows.meta["val"].shape[0]
-            values = self.sizes.reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
-            accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
-            made = self.builder.call(aten.index_put.default, flat, [rows], values, accumulate)
-        return self.sizes.reshaped(made, list(node.meta["val"].shape))
 
-    def _numbers(self, node: fx.Node, grid: list[Size]) -> fx.Node:
-        """The numbers of the rows that a node selects, ``[K]``."""
-        key = _key(node), tuple(generic_shape(node.all_input_nodes[0].meta["val"])[: len(grid)])
-        if key not in self.rows:
-            self.rows[key] = self._of_mask(node) if _is_mask(node) else self._of_grid(node, grid)
-        return self.rows[key]
+def _of_mask(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """The numbers of the rows that a mask selects, ``[K]``."""
+    (mask,) = _indices(node)
+    size: Any = node.meta["val"].shape[0]
+    flat = rewriting.sizes.reshaped(mask, [math.prod(mask.meta["val"].shape)])
+    places = rewriting.graph.call_function(aten.nonzero.default, (flat,))
+    bind_as(places, node, rewriting.builder.mode)
+    rows = rewriting.builder.call(aten.squeeze.dim, places, 1)
+    held = rewriting.builder.call(aten.sym_size.int, rows, 0)
+    rewriting.sizes.learn(held)
+    for other in list(rewriting.graph.nodes):  # they would read a wide value
+        if other.target is aten.sym_size.int and other is not held and is_size(other):
+            if expression(other.meta["val"]) == expression(size):
+                rewriting.replace(other, held)
+    return rows
 
-    def _of_mask(self, node: fx.Node) -> fx.Node:
-        (mask,) = _indices(node)
-        size: Any = node.meta["val"].shape[0]
-        flat = self.sizes.reshaped(mask, [math.prod(mask.meta["val"].shape)])
-        places = self.rewriting.graph.call_function(aten.nonzero.default, (flat,))
-        bind_as(places, node, self.builder.mode)
-        rows = self.builder.call(aten.squeeze.dim, places, 1)
-        held = self.builder.call(aten.sym_size.int, rows, 0)
-        self.sizes.learn(held)
-        for other in list(self.rewriting.graph.nodes):  # they would read a wide value
-            if other.target is aten.sym_size.int and other is not held and is_size(other):
-                if expression(other.meta["val"]) == expression(size):
-                    self.rewriting.replace(other, held)
-        return rows
 
-    def _of_grid(self, node: fx.Node, grid: list[Size]) -> fx.Node:
-        rows: fx.Node | None = None
-        for index, size in zip(_indices(node), grid, strict=True):
-            number = index
-            if len(grid) > 1:
-                (length,) = self.sizes.arguments([size])
-                number = _from_start(self.builder, index, length)
-            if rows is None:
-                rows = number
-            else:
-                rows = self.builder.call(aten.mul.Tensor, rows, length)
-                rows = self.builder.call(aten.add.Tensor, rows, number)
-        assert rows is not None, "the rows are known"
-        return self.sizes.reshaped(rows, [math.prod(rows.meta["val"].shape)])
+def _of_grid(rewriting: Rewriting, node: fx.Node, grid: list[Size]) -> fx.Node:
+    """The numbers of the rows that one index for each dim selects, ``[K]``."""
+    builder, numbers, lengths = rewriting.builder, _indices(node), list[int | fx.Node]()
+    if len(grid) > 1:
+        lengths = rewriting.sizes.arguments(grid)
+        pairs = zip(numbers, lengths, strict=True)
+        numbers = [_from_start(builder, index, length) for index, length in pairs]
+    rows = numbers[0]
+    for number, length in zip(numbers[1:], lengths[1:], strict=True):
+        rows = builder.call(aten.mul.Tensor, rows, length)
+        rows = builder.call(aten.add.Tensor, rows, number)
+    return rewriting.sizes.reshaped(rows, [math.prod(rows.meta["val"].shape)])

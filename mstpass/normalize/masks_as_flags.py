@@ -36,20 +36,22 @@ from torch import Tensor, fx
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.graph.advice import FLAG_OF_KERNEL
+from mstpass.graph.attention import is_attention, is_backward, mask_of
+from mstpass.graph.attention_sizes import call_of
 from mstpass.graph.bands import Band, band_of
 from mstpass.graph.builder import UnknownSize
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import source_of
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.graph.rewriting import Rewriting
-from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, hint_shape
+from mstpass.graph.sizes import depends_on_data, generic, hint
 from mstpass.graph.token_rules.arguments import argument
+from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Rejection
 from mstpass.torch_internals.attention_kernels import (
     CUDNN,
     EFFICIENT,
     FLASH,
-    FUSED,
     chosen_kernel,
     has_window,
 )
@@ -72,100 +74,84 @@ class WithoutMasks:
 
 def masks_as_flags(joint: JointGraph) -> WithoutMasks:
     """Replace such masks in a copy of the graph; the graph itself if it has none."""
-    attention = [node for node in joint.nodes if _is_masked_forward(node)]
-    if not attention:
-        return WithoutMasks(joint)
-    decisions = _Decisions(joint)
-    decided, reasons = [], []
+    attention = [n for n in joint.nodes if mask_of(n) is not None and not is_backward(n)]
+    decided, reasons = list[FlaggedAttention](), list[tuple[fx.Node, str]]()
+    bands: _Bands = {}
     for node in attention:
-        decision = decisions.of(node)
+        decision = _decision(joint, node, bands)
         if isinstance(decision, FlaggedAttention):
             decided.append(decision)
         elif decision:
             reasons.append((node, decision))
     new, kept = joint, decided
-    if decided:
-        try:
-            new = write_attention(joint, decided)
-        except CannotReplace as error:
-            log.debug("attention keeps its ops: %s", error)
-            reason = f"flash attention, which has a window, does not fit: {error}"
-            kept = [one.with_op(name_of(joint.by_name[one.forward].target)) for one in decided]
-            kept = [one for one in kept if one.kernel != WINDOW]
-            left = {one.forward for one in decided} - {one.forward for one in kept}
-            reasons += [(joint.by_name[name], reason) for name in sorted(left)]
-            new = write_attention(joint, kept) if kept else joint
+    try:
+        new = _written(joint, decided)
+    except (CannotTake, CannotRenew, UnknownSize) as error:
+        log.debug("attention keeps its ops: %s", error)
+        reason = f"flash attention, which has a window, does not fit: {error}"
+        left = [joint.by_name[one.forward] for one in decided if one.is_window]
+        reasons += [(node, reason) for node in sorted(left, key=lambda node: node.name)]
+        own = lambda one: name_of(joint.by_name[one.forward].target)
+        kept = [dataclasses.replace(o, kernel=own(o)) for o in decided if not o.is_window]
+        new = _written(joint, kept)
     rejections = [_rejection(*each) for each in reasons if _is_large(each[0])]
     return WithoutMasks(new, tuple(_notes(joint, kept)), tuple(rejections))
 
 
-def _is_masked_forward(node: fx.Node) -> bool:
-    is_fused = node.op == "call_function" and name_of(node.target) in FUSED
-    return is_fused and mask_of(node) is not None
-
-
 # ---- decide --------------------------------------------------------------------------------------
-class _Decisions:
-    """What becomes of each attention op; layers that are alike share what was found."""
+# Layers that are alike share what was found.
+_Bands = dict[tuple[fx.Node, int, int], Band | str]
 
-    def __init__(self, joint: JointGraph):
-        self._joint = joint
-        self._bands: dict[tuple[fx.Node | None, int, int], Band | str] = {}
 
-    def of(self, node: fx.Node) -> FlaggedAttention | str:
-        """The decision, or why the op stays; empty if its mask depends on data."""
-        query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-        assert query is not None and key is not None, "the query and key are known"
-        if depends_on_data(query) or depends_on_data(key):
-            return ""
-        band = self._band(mask_of(node), query, key)
-        if isinstance(band, str):
-            return band and f"the mask is no flag of a kernel: {band}"
-        if not band.is_all and generic_shape(query)[-2] != generic_shape(key)[-2]:
-            return f"the mask is {band}, but {_LENGTHS}"
-        backwards = self._backwards(node)
-        if backwards is None:
-            return f"the mask is {band}, but {_READ}"
-        kernel = _kernel(node, band)
-        if kernel is None:
-            return f"the mask is {band}, which {_short(name_of(node.target))} has no flag for"
-        return FlaggedAttention(node.name, backwards, band, kernel)
+def _decision(joint: JointGraph, node: fx.Node, bands: _Bands) -> FlaggedAttention | str:
+    """What becomes of an attention op, or why it stays; empty if its mask depends on data."""
+    query, key, _ = _operands(node)
+    mask = mask_of(node)
+    if mask is None or depends_on_data(query) or depends_on_data(key):
+        return ""
+    queries, keys = generic(query.shape[-2]), generic(key.shape[-2])
+    if (mask, queries, keys) not in bands:
+        bands[mask, queries, keys] = band_of(joint, mask, query, key)
+    band = bands[mask, queries, keys]
+    if isinstance(band, str):
+        return band and f"the mask is no flag of a kernel: {band}"
+    if not band.is_all and queries != keys:
+        return f"the mask is {band}, but {_LENGTHS}"
+    backwards = _backwards(joint, node)
+    if backwards is None:
+        return f"the mask is {band}, but {_READ}"
+    kernel = _kernel(node, band)
+    if kernel is None:
+        return f"the mask is {band}, which {_short(name_of(node.target))} has no flag for"
+    return FlaggedAttention(node.name, backwards, band, kernel)
 
-    def _band(self, mask: fx.Node | None, query: Tensor, key: Tensor) -> Band | str:
-        assert mask is not None, "the mask is known"
-        scores = (mask, generic_shape(query)[-2], generic_shape(key)[-2])
-        if scores not in self._bands:
-            self._bands[scores] = band_of(self._joint, mask, query, key)
-        return self._bands[scores]
 
-    def _backwards(self, node: fx.Node) -> tuple[str, ...] | None:
-        """The backwards of an attention op; None if one has another mask."""
-        name = f"{name_of(node.target)}_backward"
-        found = []
-        for user in self._joint.sorted({user for item in node.users for user in item.users}):
-            if name_of(user.target) != name:
-                continue
-            if argument(user, "out") not in node.users or mask_of(user) is not mask_of(node):
-                return None
-            found.append(user.name)
-        return tuple(found)
+def _operands(node: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (argument(node, n).meta["val"] for n in ("query", "key", "value"))
+    return query, key, value
+
+
+def _backwards(joint: JointGraph, node: fx.Node) -> tuple[str, ...] | None:
+    """The backwards of an attention op; None if one has another mask."""
+    readers = {user for item in node.users for user in item.users}
+    found = [n for n in joint.sorted(readers) if is_attention(n) and is_backward(n)]
+    found = [n for n in found if name_of(n.target) == f"{name_of(node.target)}_backward"]
+    own = (argument(n, "out") in node.users and mask_of(n) is mask_of(node) for n in found)
+    return tuple(n.name for n in found) if all(own) else None
 
 
 def _kernel(node: fx.Node, band: Band) -> str | None:
     """The op that computes attention with the band's flag; None if the device has none."""
-    query, key, value = (value_of(argument(node, n)) for n in ("query", "key", "value"))
-    assert query is not None and key is not None and value is not None, "all three are known"
-    scale, has_dropout = argument(node, "scale"), argument(node, "dropout_p") != 0
+    operands, scale = _operands(node), argument(node, "scale")
+    has_dropout = argument(node, "dropout_p") != 0
     if band.is_all or band.is_causal:
         own = name_of(node.target)
         if has_dropout or own not in (EFFICIENT, CUDNN):
             return own
-        chosen = chosen_kernel(query, key, value, band.is_causal, scale)
+        chosen = chosen_kernel(*operands, band.is_causal, scale)
         return chosen if chosen in (FLASH, CUDNN) else own
     has_every_key = (band.left or 0) >= 0 and (band.right or 0) >= 0  # each query reads its own
-    if has_every_key and not has_dropout and has_window(query, key, value, scale):
-        return WINDOW
-    return None
+    return WINDOW if has_every_key and not has_dropout and has_window(*operands, scale) else None
 
 
 # ---- say -----------------------------------------------------------------------------------------
@@ -186,9 +172,8 @@ def _notes(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> Iterator[s
 
 
 def _lengths(node: fx.Node) -> tuple[int, int]:
-    query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-    assert query is not None and key is not None, "the query and key are known"
-    return hint_shape(query)[-2], hint_shape(key)[-2]
+    query, key, _ = _operands(node)
+    return hint(query.shape[-2]), hint(key.shape[-2])
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -198,12 +183,10 @@ def _is_large(node: fx.Node) -> bool:
 
 def _mask_bytes(node: fx.Node) -> int:
     """The bytes of the mask, which heads, and sequences, may share."""
-    mask = mask_of(node)
-    value = None if mask is None else value_of(mask)
-    if value is None:
-        return 0
-    sizes = zip(hint_shape(value), generic_stride(value), strict=True)
-    return value.element_size() * math.prod(size for size, stride in sizes if stride)
+    mask = call_of(node).operand("attn_mask") or call_of(node).operand("attn_bias")
+    sizes = () if mask is None else zip(mask.shape, mask.stride, strict=True)
+    itemsize = 0 if mask is None else mask.dtype.itemsize
+    return itemsize * math.prod(size for size, stride in sizes if stride)
 
 
 def _rejection(node: fx.Node, reason: str) -> Rejection:
@@ -232,10 +215,6 @@ _OPS = {
 }
 
 
-class CannotReplace(Exception):
-    """Another op does not fit into the graph; the message says why."""
-
-
 @dataclasses.dataclass(frozen=True)
 class FlaggedAttention:
     """An attention op whose mask becomes a flag.
@@ -252,48 +231,29 @@ class FlaggedAttention:
     band: Band
     kernel: str
 
-    def with_op(self, op: str) -> FlaggedAttention:
-        """The same with the op that the graph has, if that has the flag as well."""
-        return (
-            dataclasses.replace(self, kernel=op)
-            if self.band.is_all or self.band.is_causal
-            else self
-        )
+    @property
+    def is_window(self) -> bool:
+        return self.kernel == WINDOW
 
 
-def mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that an attention op, or its backward, is given."""
-    name = _mask_argument(node)
-    mask = argument(node, name) if name else None
-    return mask if isinstance(mask, fx.Node) else None
-
-
-def _mask_argument(node: fx.Node) -> str:
-    """What the op's schema calls its mask; ``""`` if it takes none."""
-    names = [known.name for known in schema_of(node.target).arguments]  # type: ignore[arg-type]
-    return next((name for name in ("attn_mask", "attn_bias") if name in names), "")
-
-
-def write_attention(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGraph:
-    """Apply the decisions to a copy of the graph.
+def _written(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGraph:
+    """The decisions applied to a copy of the graph; the graph itself if there are none.
 
     Raises:
-        CannotReplace: an op that is not the graph's own does not fit.
+        CannotTake, CannotRenew, UnknownSize: an op that is not the graph's own does not fit.
     """
+    if not decided:
+        return joint
     rewriting = Rewriting(joint)
-    joint = rewriting.joint
     for one in decided:
-        forward = joint.by_name[one.forward]
-        backwards = [joint.by_name[name] for name in one.backwards]
+        forward, *backwards = (rewriting.joint.by_name[n] for n in (one.forward, *one.backwards))
         if one.kernel == name_of(forward.target):
+            flags = {"attn_mask": None, "attn_bias": None, "is_causal": one.band.is_causal}
             for node in (forward, *backwards):
-                _set_arguments(node, {_mask_argument(node): None, "is_causal": one.band.is_causal})
-            continue
-        _Writer(rewriting, one).write(forward, backwards)
-    try:
-        return rewriting.finished()
-    except CannotRenew as error:
-        raise CannotReplace(str(error)) from error
+                _set_arguments(node, flags)
+        else:
+            _write(rewriting, one, forward, backwards)
+    return rewriting.finished()
 
 
 def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
@@ -306,82 +266,56 @@ def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
             node.update_kwarg(known.name, changes[known.name])
 
 
-class _Writer:
-    """Writes another op for one attention op and its backwards."""
+def _write(
+    rewriting: Rewriting, one: FlaggedAttention, forward: fx.Node, backwards: Sequence[fx.Node]
+) -> None:
+    """Write another op for an attention op and its backwards."""
+    call, band = rewriting.builder.call, one.band
+    of_forward, of_backward = _OPS[one.kernel]
+    how = {"scale": argument(forward, "scale")}
+    first: tuple[Any, ...] = ()
 
-    def __init__(self, rewriting: Rewriting, decision: FlaggedAttention):
-        self.rewriting, self.decision = rewriting, decision
-        self._call = rewriting.builder.call
-
-    def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> None:
-        """Replace the nodes."""
-        graph = self.rewriting.graph
-        with self.rewriting.before(forward):
-            self._forward(forward)
-        self._replace_items(forward, {0: self.output}, backwards)
-        for node in backwards:
-            with self.rewriting.before(node):
-                gradients = self._backward(node)
-            self._replace_items(node, dict(enumerate(gradients)), ())
-        for node in (*reversed(backwards), forward):
-            for item in list(node.users):
-                graph.erase_node(item)
-            graph.erase_node(node)
-
-    def _items(self, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
-        return [self._call(operator.getitem, node, position) for position in positions]
-
-    def _laid_out(self, node: fx.Node) -> fx.Node:
+    def laid_out(node: fx.Node) -> fx.Node:
         """A value as the op has it: where windows are, heads and tokens change places."""
-        if self.decision.kernel != WINDOW:
-            return node
-        return self._call(aten.permute.default, node, [0, 2, 1, 3])
+        return call(aten.permute.default, node, [0, 2, 1, 3]) if one.is_window else node
 
-    def _replace_items(
-        self, old: fx.Node, new: Mapping[int, fx.Node], backwards: Sequence[fx.Node]
-    ) -> None:
-        """Give the readers of an op's results those of the new one."""
-        for item in list(old.users):
-            position = item.args[1]
-            readers = [user for user in item.users if user not in backwards]
-            if readers and position not in new:
-                raise CannotReplace(f"{readers[0].name} reads a result that the op does not have")
-            if isinstance(position, int) and position in new:
-                self.rewriting.replace(item, new[position], readers)
+    def results(node: fx.Node, *positions: int) -> list[fx.Node]:
+        return [call(operator.getitem, node, position) for position in positions]
 
-    def _lengths(self, node: fx.Node) -> list[int | fx.Node]:
-        query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-        assert query is not None and key is not None, "the query and key are known"
-        try:
-            return self.rewriting.sizes.arguments([query.shape[-2], key.shape[-2]])
-        except UnknownSize as error:
-            raise CannotReplace(str(error)) from error
+    with rewriting.before(forward):
+        operands = [laid_out(argument(forward, n)) for n in ("query", "key", "value")]
+        lengths = rewriting.sizes.arguments(t.shape[-2] for t in _operands(forward)[:2])
+        if one.is_window:
+            first = (None, None, *lengths)
+            how["window_size_left"] = -1 if band.left is None else band.left
+            how["window_size_right"] = -1 if band.right is None else band.right
+        elif one.kernel == CUDNN:
+            first = (None, argument(forward, "compute_log_sumexp"))
+        new = call(of_forward, *operands, *first, 0.0, band.is_causal, False, **how)
+        inner, logsumexp, *state = results(new, 0, 1, *((2, 3) if one.is_window else (6, 7)))
+        _replace_items(rewriting, forward, [laid_out(inner)], backwards)
+    rest = (None, None, *lengths, 0.0, band.is_causal)
+    rest = (*state, None, *rest) if one.kernel == CUDNN else (*rest, *state)
+    for node in backwards:
+        name = "grad_out_" if "efficient" in name_of(node.target) else "grad_out"
+        with rewriting.before(node):
+            gradient = laid_out(argument(node, name))
+            made = call(of_backward, gradient, *operands, inner, logsumexp, *rest, **how)
+            _replace_items(rewriting, node, list(map(laid_out, results(made, 0, 1, 2))), ())
+    for node in (*reversed(backwards), forward):
+        for item in list(node.users):
+            rewriting.graph.erase_node(item)
+        rewriting.graph.erase_node(node)
 
-    # ---- the ops ---------------------------------------------------------------------------------
-    def _forward(self, node: fx.Node) -> None:
-        kernel, band = self.decision.kernel, self.decision.band
-        self.operands = [self._laid_out(argument(node, n)) for n in ("query", "key", "value")]
-        self.lengths, self.how = self._lengths(node), {"scale": argument(node, "scale")}
-        first: tuple[Any, ...] = ()
-        if kernel == WINDOW:
-            first = (None, None, *self.lengths)
-            self.how["window_size_left"] = -1 if band.left is None else band.left
-            self.how["window_size_right"] = -1 if band.right is None else band.right
-        elif kernel == CUDNN:
-            first = (None, argument(node, "compute_log_sumexp"))
-        op, _ = _OPS[kernel]
-        new = self._call(op, *self.operands, *first, 0.0, band.is_causal, False, **self.how)
-        state = (2, 3) if kernel == WINDOW else (6, 7)
-        self.inner, self.logsumexp, *self.state = self._items(new, (0, 1, *state))
-        self.output = self._laid_out(self.inner)
 
-    def _backward(self, node: fx.Node) -> list[fx.Node]:
-        is_efficient = name_of(node.target).endswith("efficient_attention_backward")
-        gradient = self._laid_out(argument(node, "grad_out_" if is_efficient else "grad_out"))
-        rest = (None, None, *self.lengths, 0.0, self.decision.band.is_causal)
-        is_cudnn = self.decision.kernel == CUDNN
-        rest = (*self.state, None, *rest) if is_cudnn else (*rest, *self.state)
-        _, op = _OPS[self.decision.kernel]
-        args = (gradient, *self.operands, self.inner, self.logsumexp, *rest)
-        gradients = self._items(self._call(op, *args, **self.how), (0, 1, 2))
-        return list(map(self._laid_out, gradients))
+def _replace_items(
+    rewriting: Rewriting, old: fx.Node, new: Sequence[fx.Node], backwards: Sequence[fx.Node]
+) -> None:
+    """Give the readers of an op's first results those of the new one; backwards have their own."""
+    for item in list(old.users):
+        position: Any = item.args[1]
+        readers = [user for user in item.users if user not in backwards]
+        if position < len(new):
+            rewriting.replace(item, new[position], readers)
+        elif readers:
+            raise CannotTake(readers[0], "it reads a result that the op does not have")

@@ -27,7 +27,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, Axis, add_chunk
-from mstpass.graph.heads import bound_of
+from mstpass.graph.heads import slice_rows
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting
@@ -136,7 +136,7 @@ def rows_taken(node: fx.Node) -> tuple[int, range] | None:
         return None
     dim, size = taken_dim(node), shape_of(source_or_result(node))[taken_dim(node)]
     if node.target in _SLICES:
-        return dim, range(*slice(*map(bound_of, slice_bounds(node))).indices(size))
+        return dim, slice_rows(node)
     index = argument(node, "index")
     return (dim, range(index % size, index % size + 1)) if isinstance(index, int) else None
 

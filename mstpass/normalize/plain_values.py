@@ -51,13 +51,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import fake_mode_of, fake_values
+from mstpass.graph import ops
+from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.joint import JointGraph, Modules, tensors_of, value_of
 from mstpass.graph.recompute_rules import BEFORE_WRITE
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.sizes import is_size
-from mstpass.torch_internals.fake_tensors import FakeTensorMode, is_ordinary
-from mstpass.torch_internals.graphs import OpOverload
+from mstpass.torch_internals.fake_tensors import is_ordinary
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -87,55 +87,42 @@ def ordinary_tensors(joint: JointGraph) -> Rewritten:
 def scattered_constants(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the casts, which change no region; the graph itself if none is
     missing."""
-    found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
-    mode = fake_mode_of(joint.nodes) if found else None
-    dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}
+    lost = {n.name: dtype for n in joint.nodes if (dtype := _lost_dtype(n)) is not None}
 
     def cast(rewriting: Rewriting, node: fx.Node) -> None:
         readers = list(node.users)
         with rewriting.graph.inserting_after(node):
-            new = rewriting.builder.call(_cast, node, dtypes[node.name])
+            new = rewriting.builder.call(_cast, node, lost[node.name])
         rewriting.replace(node, new, readers)
 
-    return rewritten(joint, (node for node in found if dtypes.get(node.name)), cast)
+    return rewritten(joint, (joint.by_name[name] for name in lost), cast)
 
 
-def _is_choice_of_numbers(node: fx.Node) -> bool:
-    if node.target is not aten.where.self:
-        return False
-    return all(
-        isinstance(branch, fx.Node) and branch.target is aten.scalar_tensor.default
-        for branch in node.args[1:]
-    )
-
-
-def _lost_dtype(node: fx.Node, mode: FakeTensorMode) -> torch.dtype | None:
-    """The dtype that the node must have for its readers to have theirs; None if it has it."""
-    for user in node.users:
-        said = value_of(user)
-        if said is None or _dtype(user, {}, mode) == said.dtype:
-            continue
-        with mode:
-            cast = fake_values(node).to(said.dtype)
-        if _dtype(user, {node: cast}, mode) == said.dtype:
-            return said.dtype
+def _lost_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype that a choice of numbers must have for its readers to have theirs; None if it has
+    it, and of other nodes."""
+    branches = [n for n in node.all_input_nodes if n.target is aten.scalar_tensor.default]
+    if node.target is not aten.where.self or len(branches) != len(node.args[1:]):
+        return None
+    for user in filter(ops.is_pointwise, node.users):
+        said = user.meta["val"].dtype
+        if _dtype(user, {}) != said and _dtype(user, {node: said}) == said:
+            return said
     return None
 
 
-def _dtype(
-    node: fx.Node, instead: Mapping[fx.Node, torch.Tensor], mode: FakeTensorMode
-) -> torch.dtype | None:
-    """The dtype of a pointwise op's result by its operands; None for other ops."""
-    op = node.target
-    if not isinstance(op, OpOverload) or torch.Tag.pointwise not in op.tags:
-        return None
-    arguments = fx.map_arg(
-        (node.args, node.kwargs), lambda operand: instead.get(operand, operand.meta["val"])
-    )
-    args, kwargs = arguments
-    with mode:
-        value = op(*args, **kwargs)
-    return value.dtype if isinstance(value, torch.Tensor) else None
+def _dtype(node: fx.Node, casts: Mapping[fx.Node, torch.dtype]) -> torch.dtype:
+    """The dtype of a pointwise op's result by its operands, some of which are cast."""
+
+    def value(operand: fx.Node) -> Any:
+        known = operand.meta["val"]
+        return known.to(casts[operand]) if operand in casts else known
+
+    target: Any = node.target
+    with fake_mode_of([node]):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        found: torch.dtype = target(*args, **kwargs).dtype
+    return found
 
 
 def sizes_from_inputs(joint: JointGraph) -> Rewritten:
@@ -163,18 +150,11 @@ def assertions_of_sizes(joint: JointGraph) -> Rewritten:
 
 def _is_of_sizes(node: fx.Node) -> bool:
     """Whether what is asserted compares sizes of tensors."""
-    operands = walk_once(node.all_input_nodes, lambda n: () if _is_given(n) else n.all_input_nodes)
-    computed = (n for n in operands if not _is_given(n))
-    of_sizes = all(n.all_input_nodes and _is_of_size(n) for n in computed)
-    return bool(node.all_input_nodes) and of_sizes
-
-
-def _is_given(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int or node.op == "placeholder"
-
-
-def _is_of_size(node: fx.Node) -> bool:
-    return is_size(node) or isinstance(node.meta.get("val"), torch.SymBool)
+    given = lambda n: n.target is torch.ops.aten.sym_size.int or n.op == "placeholder"
+    operands = walk_once(node.all_input_nodes, lambda n: () if given(n) else n.all_input_nodes)
+    of_size = lambda n: is_size(n) or isinstance(n.meta.get("val"), torch.SymBool)
+    computed = (given(n) or (n.all_input_nodes and of_size(n)) for n in operands)
+    return bool(node.all_input_nodes) and all(computed)
 
 
 # ---- inputs that the step overwrites -------------------------------------------------------------

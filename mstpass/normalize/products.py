@@ -62,33 +62,24 @@ def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Re
         The copy and the names of the nodes made; the graph itself if no convolution widens.
     """
     weights = {weight for weight in weights_of_one_element(joint) if weight.name not in kept}
-    found = (
-        node
-        for node in joint.nodes
-        if node.target in _WRITERS and _weight(node) in weights and _has_one_element(node)
-    )
+    written = (node for node in joint.nodes if node.target in _WRITERS)
+    found = (n for n in written if argument(n, "weight") in weights and _has_one_element(n))
     return rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
 
 
 def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:
     """The weights of the convolutions that are products; empty if none of these widens."""
     found = {
-        _weight(node)
+        argument(node, "weight")
         for node in joint.nodes
         if node.target is aten.convolution.default and _has_one_element(node)
     }
     return found if any(map(_widens, found)) else set()
 
 
-def _weight(node: fx.Node) -> fx.Node:
-    weight = argument(node, "weight")
-    assert isinstance(weight, fx.Node), "the weight is a node"
-    return weight
-
-
 def _has_one_element(node: fx.Node) -> bool:
     """Whether each element of the result reads one place of the input, the one where it is."""
-    value = value_of(_weight(node))
+    value = value_of(argument(node, "weight"))
     return (
         value is not None
         and all(size == 1 for size in value.shape[2:])
@@ -127,7 +118,7 @@ def _matrix(rewriting: Rewriting, weight: fx.Node) -> fx.Node:
 def _product(rewriting: Rewriting, node: fx.Node) -> fx.Node:
     source, bias = argument(node, "input"), argument(node, "bias")
     call = rewriting.builder.call
-    columns = call(aten.permute.default, _matrix(rewriting, _weight(node)), [1, 0])
+    columns = call(aten.permute.default, _matrix(rewriting, argument(node, "weight")), [1, 0])
     factors = _rows(rewriting, source), columns
     product = (
         call(aten.mm.default, *factors)
@@ -138,7 +129,7 @@ def _product(rewriting: Rewriting, node: fx.Node) -> fx.Node:
 
 
 def _gradients(rewriting: Rewriting, node: fx.Node) -> None:
-    source, weight = argument(node, "input"), _weight(node)
+    source, weight = argument(node, "input"), argument(node, "weight")
     call, value = rewriting.builder.call, source.meta["val"]
     gradient = _rows(rewriting, argument(node, "grad_output"))
     rows = call(aten.mm.default, gradient, _matrix(rewriting, weight))
@@ -222,8 +213,8 @@ def grouped_by_chunk(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the new products in it; the graph itself if it has none.
     """
-    positions: dict[tuple[object, torch.device], fx.Node] = {}
-    write = lambda copy, node: _Products(copy, positions).of(node)
+    known: _Positions = {}
+    write = lambda copy, node: _of_experts(copy, node, known)
     return rewritten(joint, filter(_is_grouped, joint.nodes), write)
 
 
@@ -252,49 +243,43 @@ def _name(node: fx.Node) -> str:
     return schema_of(node.target).name
 
 
-class _Products:
-    """Writes the products of one graph.
+_Positions = dict[tuple[object, torch.device], fx.Node]  # numbers of rows, by their count
 
-    Args:
-        positions: the numbers of the rows that were written before.
-    """
 
-    def __init__(self, rewriting: Rewriting, positions: dict[tuple[object, torch.device], fx.Node]):
-        self.rewriting, self.positions = rewriting, positions
-        self.call = rewriting.builder.call
+def _of_experts(rewriting: Rewriting, node: fx.Node, known: _Positions) -> fx.Node | None:
+    """What takes the place of a product, or of a backward, whose results are replaced."""
+    call = rewriting.builder.call
 
-    def of(self, node: fx.Node) -> fx.Node | None:
-        """What takes the place of a product, or of a backward, whose results are replaced."""
-        left, right, ends, *upstream = node.all_input_nodes
-        if _name(node) != _FALLBACK_BACKWARD:
-            return (self._rows if len(shape_of(right)) == 3 else self._sums)(left, right, ends)
-        (gradient,) = upstream
-        swapped = self.call(aten.permute.default, right, [0, 2, 1])
-        rows = self._rows(gradient, swapped, ends)
-        weight = next((item for item in node.users if item.args[1] == 1), None)
-        is_transposed = weight is not None and _is_transposed(weight)
-        factors = (gradient, left) if is_transposed else (left, gradient)
-        columns = self.call(aten.permute.default, factors[0], [1, 0])
-        sums = self._sums(columns, factors[1], ends)
-        if is_transposed:
-            sums = self.call(aten.permute.default, sums, [0, 2, 1])
-        self.rewriting.replace_items(node, (rows, sums))
-        return None
+    def rows(left: fx.Node, weights: fx.Node) -> fx.Node:
+        return call(grouped_rows, left, weights, _positions_of(rewriting, left, known), ends)
 
-    def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node) -> fx.Node:
-        return self.call(grouped_rows, rows, weights, self._positions_of(rows), ends)
+    def sums(left: fx.Node, right: fx.Node) -> fx.Node:
+        positions, dtype = _positions_of(rewriting, right, known), right.meta["val"].dtype
+        return call(grouped_sums, left, right, positions, ends, dtype)
 
-    def _sums(self, left: fx.Node, right: fx.Node, ends: fx.Node) -> fx.Node:
-        dtype = right.meta["val"].dtype
-        return self.call(grouped_sums, left, right, self._positions_of(right), ends, dtype)
+    left, right, ends, *upstream = node.all_input_nodes
+    if _name(node) != _FALLBACK_BACKWARD:
+        return (rows if len(shape_of(right)) == 3 else sums)(left, right)
+    (gradient,) = upstream
+    of_rows = rows(gradient, call(aten.permute.default, right, [0, 2, 1]))
+    weight = next((item for item in node.users if item.args[1] == 1), None)
+    is_transposed = weight is not None and _is_transposed(weight)
+    factors = (gradient, left) if is_transposed else (left, gradient)
+    of_weights = sums(call(aten.permute.default, factors[0], [1, 0]), factors[1])
+    if is_transposed:
+        of_weights = call(aten.permute.default, of_weights, [0, 2, 1])
+    rewriting.replace_items(node, (of_rows, of_weights))
+    return None
 
-    def _positions_of(self, rows: fx.Node) -> fx.Node:
-        """The numbers of the rows; one node for all values of as many rows."""
-        value = rows.meta["val"]
-        size = value.shape[0]
-        key = expression(size), value.device
-        if key not in self.positions:
-            given = size if isinstance(size, int) else self.call(aten.sym_size.int, rows, 0)
-            kinds = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
-            self.positions[key] = self.call(prims.iota.default, given, start=0, step=1, **kinds)
-        return self.positions[key]
+
+def _positions_of(rewriting: Rewriting, rows: fx.Node, known: _Positions) -> fx.Node:
+    """The numbers of the rows; one node for all values of as many rows."""
+    value = rows.meta["val"]
+    size = value.shape[0]
+    key = expression(size), value.device
+    if key not in known:
+        call = rewriting.builder.call
+        given = size if isinstance(size, int) else call(aten.sym_size.int, rows, 0)
+        kinds = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        known[key] = call(prims.iota.default, given, start=0, step=1, **kinds)
+    return known[key]

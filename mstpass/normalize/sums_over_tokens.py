@@ -94,7 +94,7 @@ from mstpass.graph.one_per_row import (
 )
 from mstpass.graph.rewriting import Rewriting, Rewritten, rewritten
 from mstpass.graph.row_sums import exponents, sum_of_row
-from mstpass.graph.sizes import generic_shape, same_shape, symbols_of
+from mstpass.graph.sizes import generic, generic_shape, same_shape, symbols_of
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.partial import downstream
@@ -225,12 +225,9 @@ def _maximum_of_all_ranks(node: fx.Node) -> fx.Node | None:
 
 def _keep_dims(*reductions: fx.Node) -> bool:
     """Whether the results have the rank of their operand, and its dtype."""
-    values: list[Any] = [node.meta["val"] for node in reductions]
-    operands: list[Any] = [node.args[0].meta["val"] for node in reductions]  # type: ignore[union-attr]
-    return all(
-        value.dim() == operand.dim() and value.dtype == operand.dtype
-        for value, operand in zip(values, operands, strict=True)
-    ) and same_shape(values[0].shape, values[1].shape)
+    pairs = [(n.meta["val"], n.all_input_nodes[0].meta["val"]) for n in reductions]
+    kept = all(of.dim() == by.dim() and of.dtype == by.dtype for by, of in pairs)
+    return kept and len({tuple(map(generic, by.shape)) for by, _ in pairs}) == 1
 
 
 def _own_sum(rewriting: Rewriting, old: fx.Node) -> fx.Node:

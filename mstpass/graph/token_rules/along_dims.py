@@ -180,19 +180,11 @@ norm = Rule(_normalized, _normalizes)
 # all-gather, a reduce-scatter and an all-to-all exchange blocks of the first dim: gathered features
 # belong to the same token, but gathered tokens belong to other ranks. These rules follow tokens
 # through a graph; no loop runs a collective all the same (graph/collectives.py).
-def _no_dim(node: fx.Node, rank: int) -> list[int]:
-    return []
-
-
-def _first_dim(node: fx.Node, rank: int) -> list[int]:
-    return [0]
-
-
 def _gathered_and_divided(node: fx.Node, rank: int) -> list[int]:
     """``shard_dim_alltoall``: one dim is gathered, another one is divided."""
     return [argument(node, name) % rank for name in ("gather_dim", "shard_dim")]
 
 
-elementwise_over_ranks = along(_no_dim)
-first_dim_over_ranks = along(_first_dim)
+elementwise_over_ranks = along(lambda node, rank: [])
+first_dim_over_ranks = along(lambda node, rank: [0])
 gathered_and_divided = along(_gathered_and_divided)
