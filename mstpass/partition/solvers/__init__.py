@@ -55,7 +55,7 @@ _OWN: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _in_first_modes(min_cut, recompute_heavy=False),
     "checkpoints": _in_first_modes(
-        lambda problem: checkpoints(problem).saved, recompute_heavy=True
+        lambda problem: checkpoints(problem).plan.saved, recompute_heavy=True
     ),
     "knapsack": knapsack,
     "greedy": greedy,

@@ -61,7 +61,7 @@ def to_checkpoints(upper: Candidate) -> Iterator[Candidate]:
 def with_checkpoints(plan: Candidate) -> Candidate:
     """The plan of the lowest peak with the same modes and checkpoints of one level."""
     closed = plan.problem.allowing(recompute_heavy=True)
-    return Candidate(closed, Plan(closed.cached(checkpoints).saved, plan.plan.modes))
+    return Candidate(closed, Plan(closed.cached(checkpoints).plan.saved, plan.plan.modes))
 
 
 def _towards_least_memory(
