@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -29,19 +29,35 @@ def walk_once(start: Iterable[Key], further: Callable[[Key], Iterable[Key]]) -> 
             stack.extend(further(one))
 
 
+class CircleError(Exception):
+    """Things that need each other; ``path`` leads from one of them back to it."""
+
+    def __init__(self, path: Sequence[Any]):
+        super().__init__("these need each other: " + ", ".join(map(str, path)))
+        self.path = path
+
+
 def needed_first(
     key: Key, needs: Callable[[Key], Iterable[Key]], known: Container[Key]
 ) -> Iterator[Key]:
     """What is not known yet of all that a key needs, directly or not; each follows what it needs.
 
     The caller makes each known before it asks for the next one. The key itself comes last.
+
+    Raises:
+        CircleError: something needs itself.
     """
-    stack = [key]
+    stack, path = [key], dict[Key, None]()
     while stack:
-        one = stack.pop()
-        if one in known:
+        one = stack[-1]
+        missing = [] if one in known else [other for other in needs(one) if other not in known]
+        if missing:
+            path[one] = None
+            if not path.keys().isdisjoint(missing):
+                raise CircleError([*path])
+            stack += missing[::-1]
             continue
-        if missing := [other for other in needs(one) if other not in known]:
-            stack += [one, *missing[::-1]]
-        else:
+        stack.pop()
+        path.pop(one, None)
+        if one not in known:
             yield one

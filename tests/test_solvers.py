@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mstpass.memory.simulate_plan import simulate_plan, step_memory
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import SOLVERS, sequence
 from mstpass.partition.solvers.choose_modes import forms
-from mstpass.partition.solvers.memory_lower_bounds import lower_bounds
 from mstpass.partition.solvers.milp import prove
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
@@ -67,23 +66,6 @@ def test_milp_says_where_no_plan_is_within_the_budget(problem: CutProblem) -> No
     proof = prove(problem, lowest - 1)
     assert proof.proven
     assert proof.us == math.inf
-
-
-@given(problem=steps())
-@EXAMPLES
-def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
-    for modes in ({}, {r.region: r.modes[-1].name for r in problem.regions}):
-        closed = with_modes(problem, modes).allowing(recompute_heavy=True)
-        found = list(lower_bounds(closed))
-        for name in ("save_all", "recompute_all", "min_cut", "greedy"):
-            saved = SOLVERS[name](closed, 0).saved
-            memory = step_memory(closed, saved)
-            again = set(recomputed(closed, saved))
-            forward = {m.node: m.bytes for m in memory.forward.moments}
-            backward = {m.node: m.bytes for m in memory.backward.moments}
-            for bound in found:
-                simulated = (forward if bound.in_forward else backward)[bound.node]
-                assert bound.bytes_of(saved, again) <= simulated, (name, bound)
 
 
 def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:

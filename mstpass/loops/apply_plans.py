@@ -32,9 +32,8 @@ from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter, operands_of
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
-from mstpass.problem.apply_modes import DependencyCycle, dependency_order
 from mstpass.torch_internals.graphs import graph_module
-from mstpass.walk import walk_once
+from mstpass.walk import CircleError, needed_first, walk_once
 
 
 class CycleError(Exception):
@@ -95,10 +94,11 @@ class _GraphWriter:
         needed = self._needed()
         targets = [node for node in self.joint.nodes if node in needed]
         try:
-            for node in dependency_order(targets, self._needs, self.env.__contains__):
-                self._write(node)
-        except DependencyCycle as cycle:
-            plans = [self.producers[node][0] for node in cycle.path if node in self.producers]
+            for target in targets:
+                for node in needed_first(target, self._needs, self.env):
+                    self._write(node)
+        except CircleError as circle:
+            plans = [self.producers[node][0] for node in circle.path if node in self.producers]
             raise CycleError(plans[-1]) from None
         module = graph_module(self.root, self.graph)
         module.meta = dict(self.joint.module.meta)

@@ -5,16 +5,14 @@ loop reads it too; each result of a loop keeps the name of the node that it stan
 keep their order, and a loop comes just before the first value that reads one of its results, where
 loops/apply_plans.py writes it into the graph.
 
-Loops take their places so that each thing comes after all that it needs. The partition problem and
-the joint graph (loops/apply_plans.py) are both written anew with loops in the place of nodes. Both
-walk their old order this way, so that a loop has the same place in both.
+The joint graph (loops/apply_plans.py) is written anew by the same walk along its old order
+(``needed_first``), so that a loop has the same place in both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping
 
 from mstpass.problem.names import at_one
 from mstpass.problem.op import CALL, CONSTANT, ITEM, VIEW
@@ -29,7 +27,7 @@ from mstpass.problem.problem import (
     Value,
     with_needs,
 )
-from mstpass.walk import walk_once
+from mstpass.walk import CircleError, needed_first, walk_once
 
 _CACHED = 8  # choices of modes whose problems are kept: solvers ask for the same ones repeatedly
 
@@ -175,10 +173,11 @@ class _Writer:
         live.update(name for name, value in self.old.items() if not value.inputs)
         targets = (name for name in self.old if name in live)
         try:
-            for name in dependency_order(targets, self._inputs, self.new.__contains__):
-                self._write(name)
-        except DependencyCycle as cycle:
-            loops = [self.producer[n][0].name for n in cycle.path if n in self.producer]
+            for target in targets:
+                for name in needed_first(target, self._inputs, self.new):
+                    self._write(name)
+        except CircleError as circle:
+            loops = [self.producer[n][0].name for n in circle.path if n in self.producer]
             raise Cycle(loops[-1]) from None
         inputs = lambda name: self.new[name].inputs
         serves_forward = set(walk_once(self.problem.outputs, inputs))
@@ -223,43 +222,3 @@ class _Writer:
         self.new[value.name] = value
         if value.name in self.tangents or not self.backward.isdisjoint(value.inputs):
             self.backward.add(value.name)
-
-
-T = TypeVar("T", bound=Hashable)
-
-
-class DependencyCycle(Exception, Generic[T]):
-    """Things that need each other; ``path`` leads from one of them back to it."""
-
-    def __init__(self, path: Sequence[T]):
-        super().__init__("these need each other: " + ", ".join(map(str, path)))
-        self.path = path
-
-
-def dependency_order(
-    targets: Iterable[T], needs: Callable[[T], Iterable[T]], is_done: Callable[[T], bool]
-) -> Iterator[T]:
-    """The targets, in their order, each behind what it needs and is not done yet.
-
-    Each thing is yielded once, and must be done before the next one is asked for. The walk is depth
-    first, with a stack of its own: graphs are deeper than Python's recursion limit.
-
-    Raises:
-        DependencyCycle: a thing needs itself.
-    """
-    for target in targets:
-        stack = [target]
-        path: dict[T, None] = {}
-        while stack:
-            top = stack[-1]
-            missing = [] if is_done(top) else [other for other in needs(top) if not is_done(other)]
-            if any(other in path or other == top for other in missing):
-                raise DependencyCycle([*path, top])
-            if missing:
-                path[top] = None
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            path.pop(top, None)
-            if not is_done(top):
-                yield top

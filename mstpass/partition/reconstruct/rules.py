@@ -160,6 +160,18 @@ def _write_product(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -
     return _cast_to(builder, found, dtype_of(target))
 
 
+def _of_quotient(node: fx.Node) -> Iterator[Inverse]:
+    dividend, divisor = node.args[:2]
+    if any(target is dividend for target, _ in _operands(node)):
+        bound, sources = f"2 * {_unit_roundoff(node)}, relative", _names(node, divisor)
+        yield Inverse(_names(dividend)[0], sources, node.name, "quotient", TOLERANT, bound)
+
+
+def _write_quotient(builder: Builder, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
+    found = builder.call(aten.mul.Tensor, read(op), _read(read, op.args[1]))
+    return _cast_to(builder, found, dtype_of(target))
+
+
 # ---- views, copies and casts ---------------------------------------------------------------------
 def _exact(rule: str) -> Callable[[fx.Node], Iterator[Inverse]]:
     def of(node: fx.Node) -> Iterator[Inverse]:
@@ -225,6 +237,7 @@ class Rule(NamedTuple):
 RULES: Mapping[str, Rule] = {
     "sum": Rule(_of_sum, _write_sum),
     "product": Rule(_of_product, _write_product),
+    "quotient": Rule(_of_quotient, _write_quotient),
     "view": Rule(_exact("view"), _write_view),
     "permute": Rule(_exact("permute"), _write_permute),
     "copy": Rule(_exact("copy"), _write_copy),
@@ -234,6 +247,7 @@ RULE_OF: Mapping[object, str] = {
     aten.add.Tensor: "sum",
     aten.sub.Tensor: "sum",
     aten.mul.Tensor: "product",
+    aten.div.Tensor: "quotient",
     aten.view.default: "view",
     aten.reshape.default: "view",
     aten._unsafe_view.default: "view",

@@ -18,7 +18,7 @@ names values of the problem that results.
     checkpoints   what is alive at narrow places of the forward
         segment_costs.py                    what the segments between them need and take
         checkpoint_table.py                 the placements, by dynamic programming
-    milp          the proven optimum       (milp_model.py: the program, memory_lower_bounds.py)
+    milp          the proven optimum       (milp_model.py: the program)
     knapsack, greedy, save_all, recompute_all     simple_solvers.py, for comparison
 """
 
@@ -55,7 +55,7 @@ _OWN: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _in_first_modes(min_cut, recompute_heavy=False),
     "checkpoints": _in_first_modes(
-        lambda problem: checkpoints(problem).saved, recompute_heavy=True
+        lambda problem: checkpoints(problem).plan.saved, recompute_heavy=True
     ),
     "knapsack": knapsack,
     "greedy": greedy,

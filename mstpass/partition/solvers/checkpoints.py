@@ -23,19 +23,18 @@ the alive values there cuts the forward into *segments* that backward recomputes
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
+from mstpass.partition.solvers.candidate import Candidate
+from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.segment_costs import segment_costs
 from mstpass.problem.names import is_loop
-from mstpass.problem.problem import CutProblem
+from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward, recomputed_heavy_ops
 
 _TRIED = 4  # placements of the least room that are simulated: their order is that of estimates
@@ -43,64 +42,35 @@ _FIRST = 3  # first stops without which the best of them is simulated as well
 _COARSE, _FINE = 256, 512  # cells of a table
 _ROUNDED = 1.2  # what is alive at stops takes whole cells
 
-Places = Mapping[int, frozenset[str]]  # positions in the forward, each with the values alive there
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoints:
-    """A saved set, and the places of the forward that it comes from.
-
-    Attributes:
-        places: where the alive values are saved, in order.
-        saved: names of the values alive at ``places``, and of those that must not be recomputed.
-        simulation: the step in which these are saved.
-    """
-
-    places: Places
-    saved: frozenset[str]
-    simulation: StepSimulation
-
 
 class Chain:
     """The forward as a chain of segments, with the modes of one or several problems.
 
     Args:
         problems: of one step, each with other modes chosen.
-        more: of each problem, sets of values that the forward may save besides.
 
     Attributes:
         places: where values may be saved: the values alive there.
-        forms: of each form of a segment (checkpoint_table.py) the number of its problem, and what
-            more the forward saves of each segment.
+        costs: of the segments, with one form (checkpoint_table.py) for each problem.
     """
 
-    def __init__(
-        self, problems: Sequence[CutProblem], more: Sequence[Sequence[frozenset[str]]] = ((),)
-    ):
-        self.problems = problems
+    def __init__(self, problems: Sequence[CutProblem]):
         first, *others = (ForwardPlaces(problem) for problem in problems)
-        self.positions = first.spaced(others)
-        self.places = [first.names_at(place) for place in self.positions]
-        read = [
-            segment_costs(problem, self.places, sets)
-            for problem, sets in zip(problems, more, strict=True)
-        ]
-        self.forms = [(number, saved) for number, one in enumerate(read) for saved in one.saved]
-        self.costs = Costs(
-            [form for one in read for form in one.forms],
-            read[0].forward_us,
-            np.max([one.between_bytes for one in read], axis=0),
-            read[0].new_bytes,
-            read[0].pinned_bytes,
+        self.places = [first.names_at(place) for place in first.spaced(others)]
+        read = [segment_costs(problem, self.places) for problem in problems]
+        self.costs = dataclasses.replace(
+            read[0],
+            forms=[form for one in read for form in one.forms],
+            between_bytes=np.max([one.between_bytes for one in read], axis=0),
         )
         self._most_bytes = _ROUNDED * self.costs.most_bytes
 
-    @functools.cached_property
-    def one_level(self) -> list[Placement]:
-        """Placements without nested stops, from the fewest places to the least room."""
+    def least_room(self) -> list[list[frozenset[str]]]:
+        """The places of some placements without nested stops, those of the least room first."""
         table = CheckpointTable(self.costs, self._most_bytes, _COARSE)
         near = 1.1 * table.placements(levels=0)[-1].room_bytes
-        return CheckpointTable(self.costs, near, _FINE).placements(levels=0)
+        found = self.table(near).placements(levels=0)[-_TRIED:]
+        return [[self.places[stop - 1] for stop in sorted(one.levels)] for one in reversed(found)]
 
     def table(self, most_bytes: float) -> CheckpointTable:
         """The placements of all rooms up to the given one."""
@@ -109,43 +79,38 @@ class Chain:
     def levels(self, placement: Placement) -> dict[str, int]:
         """The values that are stored in a placement, each with its lowest level."""
         found: dict[str, int] = {}
-        for segment, form in enumerate(placement.forms):
-            found.update(dict.fromkeys(self.forms[form][1][segment], 0))
         for stop, level in placement.levels.items():
             for name in self.places[stop - 1]:
                 found[name] = min(level, found.get(name, level))
         return found
 
-    def checkpoints(self, placement: Placement) -> Checkpoints:
-        """Those of a placement without nested stops."""
-        stops = sorted(stop - 1 for stop in placement.levels)
-        places = {self.positions[stop]: self.places[stop] for stop in stops}
-        return save_at(self.problems[0], places)
 
-
-def checkpoints(problem: CutProblem) -> Checkpoints:
+def checkpoints(problem: CutProblem) -> Candidate:
     """The checkpoints of one level with the lowest simulated peak.
 
     Of equal peaks, those that recompute least.
     """
     has_loops = any(is_loop(value.name) for value in problem.values)
     problems = (problem, _with_loops_pinned(problem)) if has_loops else (problem,)
-    chains = [one.cached(one_chain) for one in problems]
-    found = _lowest(c.checkpoints(p) for c in chains for p in reversed(c.one_level[-_TRIED:]))
+    tried = [
+        (_saved_at(one, places), one, places)
+        for one in problems
+        for places in Chain([one]).least_room()
+    ]
+    lowest, one, places = min(tried, key=lambda found: _peak_and_time(found[0]))
     # The last ops of the backward run in another order where the first block is recomputed whole.
-    stops = list(found.places.items())
-    fewer = (dict(stops[count:]) for count in range(1, min(_FIRST, len(stops)) + 1))
-    return _lowest((found, *(save_at(found.simulation.problem, places) for places in fewer)))
+    counts = range(1, min(_FIRST, len(places)) + 1)
+    return min((lowest, *(_saved_at(one, places[n:]) for n in counts)), key=_peak_and_time)
 
 
-def _lowest(every: Iterable[Checkpoints]) -> Checkpoints:
-    """Those of the lowest peak; of equal peaks, of the least time."""
-    return min(every, key=lambda one: (one.simulation.peak_bytes, one.simulation.us))
+def _peak_and_time(candidate: Candidate) -> tuple[int, float]:
+    return candidate.peak_bytes, candidate.us
 
 
-def one_chain(problem: CutProblem) -> Chain:
-    """The chain of a problem whose modes are chosen."""
-    return Chain([problem])
+def _saved_at(problem: CutProblem, places: Sequence[frozenset[str]]) -> Candidate:
+    """The plan that saves what is alive at these places, and what must not be recomputed."""
+    alive = frozenset[str]().union(*places)
+    return Candidate(problem, Plan(read_by_backward(problem, complete(problem, alive))))
 
 
 def slow_results(problem: CutProblem, saved: frozenset[str]) -> frozenset[str]:
@@ -154,13 +119,6 @@ def slow_results(problem: CutProblem, saved: frozenset[str]) -> frozenset[str]:
     ops = recomputed_heavy_ops(problem, saved)
     average_us_per_byte = sum(op.us for op in ops) / max(1, sum(op.bytes for op in ops))
     return frozenset().union(*(op.results for op in ops if op.us_per_byte > average_us_per_byte))
-
-
-def save_at(problem: CutProblem, places: Places) -> Checkpoints:
-    """Checkpoints with given places."""
-    alive = frozenset[str]().union(*places.values())
-    saved = read_by_backward(problem, complete(problem, alive))
-    return Checkpoints(places, saved, StepSimulation(problem, saved))
 
 
 def _with_loops_pinned(problem: CutProblem) -> CutProblem:

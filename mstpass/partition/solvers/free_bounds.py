@@ -48,8 +48,7 @@ from mstpass.partition.solvers.choose_modes import (
     op_times,
     whole_modes,
 )
-from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
-from mstpass.partition.solvers.min_cut import complete
+from mstpass.partition.solvers.min_cut import certain_bytes, complete
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan, RegionModes
 

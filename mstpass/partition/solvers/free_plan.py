@@ -36,7 +36,7 @@ from mstpass.partition.solvers.candidate import (
 )
 from mstpass.partition.solvers.choose_modes import whole_modes, with_narrower_sums
 from mstpass.partition.solvers.free_bounds import loops_that_help, within_free_time
-from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
+from mstpass.partition.solvers.min_cut import certain_bytes
 from mstpass.problem.problem import SAVE, CutProblem, RegionModes
 
 

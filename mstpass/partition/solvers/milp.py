@@ -1,24 +1,19 @@
-"""The least time within a memory budget, proven: a mixed-integer program with lazy memory rows.
+"""The least time within a memory budget, proven: a mixed-integer program, and simulations.
 
 The program (milp_model.py) knows every choice of modes and saved values, and the exact time of
-each. The simulated peak is not a linear function of these choices. It enters as rows that are added
-when a solution breaks them::
+each. The simulated peak is not a linear function of these choices: plans above the budget are
+excluded one by one::
 
     minimize the time, such that saved bytes <= budget
     loop:
         solve; the optimum bounds the time of every plan from below
         simulate the plan: if its peak is within the budget, it is optimal
-        add the memory bounds (memory_lower_bounds.py) of the plan's modes that the plan breaks
-        if it breaks none: add a row that excludes exactly this plan
-
-A memory bound holds for one choice of all modes. Its row has a big-M term per region, so that it
-binds in no other choice.
+        otherwise add a row that excludes exactly this plan
 
 No row excludes a plan whose simulated peak is within the budget. So a plan that is called optimal
 is the fastest of all plans without nested values, by the cost model and the simulation, within
-``TOLERANCE`` of its time. As bounds hold for one choice of modes, a proof takes long where many
-regions have modes of almost equal time; then the best plan known is returned, with the bound that
-was reached.
+``TOLERANCE`` of its time. A proof takes long where many plans of almost equal time are just above
+the budget; then the best plan known is returned, with the bound that was reached.
 
 Without a budget there is nothing to prove: the plan is that of ``peak_search``.
 """
@@ -31,16 +26,14 @@ import time
 from typing import Any
 
 from mstpass.memory.simulate_plan import step_memory, step_us
-from mstpass.partition.solvers.memory_lower_bounds import LowerBound, lower_bounds
 from mstpass.partition.solvers.milp_model import Model, Row
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import InvalidPlan, recomputed, verify
+from mstpass.problem.saved_set import InvalidPlan, verify
 
 TOLERANCE = 1e-6  # of the time, within which a proven plan is the fastest
 TIME_LIMIT_S = 20.0
-_ROWS = 24  # memory rows that are added at once, at most
 _FEWER_BYTES = 1e-7  # share of the time that saving everything adds, to prefer fewer bytes
 
 
@@ -116,8 +109,7 @@ class _Search:
                 break
             if plan is not None and self._peak_bytes(plan) <= budget_bytes:
                 return Proof(plan, self._us(plan), min(bound_us, self._us(plan)), True)
-            if plan is None or not self._add_broken_bounds(plan, budget_bytes):
-                self.model.exclude(found.x)
+            self.model.exclude(found.x)
         return Proof(best, best_us, bound_us, False)
 
     def _add_saved_limit(self, budget_bytes: int) -> None:
@@ -125,31 +117,6 @@ class _Search:
         scale = max(1, budget_bytes)
         row = {i: -size / scale for i, size in self.model.saved_bytes().items() if size}
         self.model.add(row, -budget_bytes / scale)
-
-    def _add_broken_bounds(self, plan: Plan, budget_bytes: int) -> bool:
-        """Add the memory bounds that the plan breaks, the highest first; whether there are any."""
-        closed = with_modes(self.problem, plan.modes)
-        again = set(recomputed(closed, plan.saved))
-        broken = [(bound.bytes_of(plan.saved, again), bound) for bound in lower_bounds(closed)]
-        broken = [pair for pair in broken if pair[0] > budget_bytes]
-        broken.sort(key=lambda pair: -pair[0])
-        for _, bound in broken[:_ROWS]:
-            self._add_bound(bound, plan, budget_bytes)
-        return bool(broken)
-
-    def _add_bound(self, bound: LowerBound, plan: Plan, budget_bytes: int) -> None:
-        """Bound <= budget, in units of the budget, if all modes are those of the plan."""
-        scale = max(1, budget_bytes)
-        row: Row = {}
-        for name, size in bound.saved.items():
-            row.update(dict.fromkeys(self.model.saved(name), -size / scale))
-        for name, size in bound.recomputed.items():
-            row.update(dict.fromkeys(self.model.computed_in_backward(name), -size / scale))
-        # The big-M term: each mode of the plan that is not chosen leaves room for everything.
-        room = max(0.0, -sum(row.values()) - (budget_bytes - bound.fixed) / scale)
-        modes = [self.model.mode[pair] for pair in plan.modes.items()]
-        row.update(dict.fromkeys(modes, -room))
-        self.model.add(row, -(budget_bytes - bound.fixed) / scale - room * len(modes))
 
     # ---- plans -----------------------------------------------------------------------------------
     def _valid(self, x: Any) -> Plan | None:

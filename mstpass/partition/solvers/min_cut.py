@@ -45,10 +45,12 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from networkx.algorithms import flow
 
-from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
+from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, SCATTER, VIEW
 from mstpass.problem.problem import CutProblem, Value
 
 _DISTANCES = 1024  # that are told apart
+_BUFFERS = (CALL, ITEM, SCATTER)  # have a buffer of their own
+_WITHOUT = (VIEW, INPUT, CONSTANT)  # have none
 
 
 def min_cut(problem: CutProblem, with_buffers_first: bool = False) -> frozenset[str]:
@@ -102,6 +104,25 @@ def network_of(
         inputs=[{index[n] for n in value.inputs if n in index} for value in values],
     )
     return values, network
+
+
+def certain_bytes(problem: CutProblem) -> dict[str, int]:
+    """The bytes of each value that is certain to have a buffer when no loop computes it.
+
+    That is the result of a call or a scatter, an item of a call, and an operand of a call.
+    """
+    ops = (*problem.values, *problem.backward)
+    with_items = {op.inputs[0] for op in ops if op.kind == ITEM}
+    by_call: set[str] = set()
+    for op in reversed(ops):
+        if op.kind == CALL or (op.kind == VIEW and op.name in by_call):
+            by_call.update(op.inputs)
+    return {
+        op.name: op.bytes
+        for op in ops
+        if op.name not in with_items
+        if op.kind in _BUFFERS or (op.kind not in _WITHOUT and op.name in by_call)
+    }
 
 
 def _capacity(value: Value, last: int) -> float:
