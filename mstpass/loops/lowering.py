@@ -197,13 +197,11 @@ class _Lowering:
     def _buffer(self, spec: OutputSpec, device: torch.device, is_empty: bool) -> fx.Node:
         """What an output is written into; it holds nothing if the first chunk overwrites it."""
         kind, shape, dtype = spec
+        of_value: dict[str, Any] = {"dtype": dtype, "device": device}
         if is_empty:
-            return self.builder.call(
-                aten.empty.memory_format, list(shape), dtype=dtype, device=device
-            )
-        return self.builder.call(
-            aten.full.default, list(shape), initial(kind, dtype), dtype=dtype, device=device
-        )
+            return self.builder.call(aten.empty.memory_format, list(shape), **of_value)
+        first = initial(kind, dtype)
+        return self.builder.call(aten.full.default, list(shape), first, **of_value)
 
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Nodes that hold the symbols in the operands' sizes and strides.
