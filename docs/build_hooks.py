@@ -21,7 +21,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.explainer.plan_step import explain_step
+from mstpass.explainer.plan_step import explain_parts
 from mstpass.torch_internals.probes import PROBES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,7 +143,7 @@ vocabulary 32000, 2048 tokens), planned while this site was built. [Open it alon
 def _report() -> str:
     """The HTML report of the benchmarks' model, from fake tensors: nothing is run."""
     model, ids_BS, target_BS = llama(LlamaSize(), torch.device("meta"))
-    report = explain_step(model, (ids_BS, target_BS), pareto=True)
+    (report,) = explain_parts(model, (ids_BS, target_BS), pareto=True, fullgraph=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
         report.to_html(path, "A Llama-like step: 4 layers, 2048 tokens, vocabulary 32000")

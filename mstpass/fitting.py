@@ -11,7 +11,7 @@ import torch
 
 from mstpass.byte_sizes import bytes_text, parse_bytes
 from mstpass.errors import UserError
-from mstpass.explainer.plan_step import explain_step
+from mstpass.explainer.plan_step import explain_parts
 from mstpass.gpus import gpu as gpu_of
 from mstpass.memory.allocation import rounded
 from mstpass.planner.request import OVERHEAD
@@ -109,8 +109,8 @@ def fits(
     with warnings.catch_warnings():
         # the answer says so
         warnings.filterwarnings("ignore", "mstpass: memory_budget=.* cannot be met")
-        report = explain_step(
-            fn, args, kwargs, options, device="cuda", gpu=kind.name, left_bytes=left_of
+        (report,) = explain_parts(
+            fn, args, kwargs, options, False, "cuda", kind.name, left_of, fullgraph=True
         )
     inputs_bytes, states_bytes, gradient_bytes = held[-1]
     peak_bytes = report.outcome.peak_bytes

@@ -62,7 +62,7 @@ class Gpu:
             float32 rounded to TF32. A dtype that is not named has no matrix units on this GPU.
         source: where the figures are from.
         host_bytes_per_us: attainable bandwidth of copies from or to pinned host memory, in one
-            direction: that of its kind of link (``_HOST_GB_PER_S``).
+            direction: that of its kind of link (``_OF_CAPABILITY``).
         links: to other GPUs (``_LINKS``).
     """
 
@@ -95,23 +95,20 @@ class Gpu:
         )
 
 
-_SHARED_KIB = {
-    (7, 0): 96,
-    (7, 5): 64,
-    (8, 0): 163,
-    (8, 6): 99,
-    (8, 9): 99,
-    (9, 0): 227,
-    (10, 0): 227,
-    (12, 0): 99,
-}
-
-
-# What copies from pinned memory reach: some 80 % of PCI Express with 16 lanes, of generations 3 to
-# 5; 85 % of NVLink-C2C.
+# What copies from pinned memory reach, in GB/s: some 80 % of PCI Express with 16 lanes, of
+# generations 3 to 5; 85 % of NVLink-C2C.
 _PCIE3, _PCIE4, _PCIE5, _C2C = 12.0, 25.0, 50.0, 380.0
-_HOST_GB_PER_S = {(7, 0): _PCIE3, (7, 5): _PCIE3, (8, 0): _PCIE4, (8, 6): _PCIE4, (8, 9): _PCIE4,
-                  (9, 0): _PCIE5, (10, 0): _PCIE5, (12, 0): _PCIE5}  # fmt: skip
+# Of each compute capability, the KiB of shared memory that a block may ask for, and those copies.
+_OF_CAPABILITY = {
+    (7, 0): (96, _PCIE3),
+    (7, 5): (64, _PCIE3),
+    (8, 0): (163, _PCIE4),
+    (8, 6): (99, _PCIE4),
+    (8, 9): (99, _PCIE4),
+    (9, 0): (227, _PCIE5),
+    (10, 0): (227, _PCIE5),
+    (12, 0): (99, _PCIE5),
+}
 
 # Links to other GPUs: GB/s in one direction inside of a node (the makers name the sum of both) and
 # between nodes, where the ports of a node are shared equally; the node, and where its figures are.
@@ -124,7 +121,7 @@ _LINKS = {
 }
 _LIKE = {"a100-40gb": "a100", "h200": "h100", "gh200": "h100"}  # the same links
 _ETHERNET = 1.5625  # 100 Gb/s for eight GPUs, as of AWS' g5.48xlarge
-_PCIE_SHARE = 0.8  # of the peak, in _HOST_GB_PER_S
+_PCIE_SHARE = 0.8  # of the peak, in _OF_CAPABILITY
 
 
 def _links(name: str, host_gb_per_s: float) -> Links:
@@ -135,6 +132,15 @@ def _links(name: str, host_gb_per_s: float) -> Links:
         known = (host_gb_per_s / _PCIE_SHARE, _ETHERNET, over)
     inside, between, source = known
     return Links(inside * 1e3, between * 1e3, source)
+
+
+_DTYPES: tuple[torch.dtype | str, ...] = (
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    TF32,
+)
 
 
 def _gpu(
@@ -149,27 +155,21 @@ def _gpu(
     source: str,
     host_gb_per_s: float | None = None,
 ) -> Gpu:
-    """A row of the table; ``tflops`` are those of fp8, bf16, fp16, fp32 and tf32."""
-    dtypes: tuple[torch.dtype | str, ...] = (
-        torch.float8_e4m3fn,
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        TF32,
-    )
+    """A row of the table; ``tflops`` are those of ``_DTYPES``."""
+    shared_kib, usual_gb_per_s = _OF_CAPABILITY[capability]
     return Gpu(
         name=name,
         full_name=full_name,
         capability=capability,
         multiprocessors=multiprocessors,
         memory_bytes=int(memory_gib * _GIB),
-        shared_memory_per_block_bytes=_SHARED_KIB[capability] * 1024,
+        shared_memory_per_block_bytes=shared_kib * 1024,
         l2_bytes=int(l2_mib * _MIB),
         memory_bytes_per_us=gb_per_s * 1e3,
-        flops_per_us={d: t * 1e6 for d, t in zip(dtypes, tflops, strict=True) if t is not None},
+        flops_per_us={d: t * 1e6 for d, t in zip(_DTYPES, tflops, strict=True) if t is not None},
         source=source,
-        host_bytes_per_us=(host_gb_per_s or _HOST_GB_PER_S[capability]) * 1e3,
-        links=_links(name, _HOST_GB_PER_S[capability]),
+        host_bytes_per_us=(host_gb_per_s or usual_gb_per_s) * 1e3,
+        links=_links(name, usual_gb_per_s),
     )
 
 

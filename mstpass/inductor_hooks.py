@@ -34,7 +34,6 @@ from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
 from mstpass.partition.solve import BudgetError
-from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
@@ -215,7 +214,8 @@ class Partitioner(CustomPartitionerFn):
             details = collect_details(result)
         self.report = Report(outcome, details=details)
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
-        self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
+        emitted = _nodes([module.graph for module in result.modules])
+        self.loops += sum(node.target is mst_loop for node in emitted)
         return result.modules
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
@@ -267,10 +267,6 @@ def _nodes(graphs: Sequence[fx.Graph]) -> list[fx.Node]:
     return [node for graph in graphs for node in graph.nodes]
 
 
-def _number_of_loops(graph: fx.Graph) -> int:
-    return len(graph.find_nodes(op="call_function", target=mst_loop))
-
-
 def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
     names = ("num_fwd_outputs", "static_lifetime_input_indices")
@@ -310,9 +306,8 @@ class LowerLoops(CustomGraphPass):
             raise TorchChangedError("custom_partitioner_fn is not called")
         self.graphs += 1
         runner = PassRunner.of(self.partitioner.options)
-        self.loops += runner.run_in_place(
-            InPlacePass("lower_loops", lower_loops, (*FINISHED, NO_LOOPS), required=True), graph
-        )
+        lower = InPlacePass("lower_loops", lower_loops, required=True)
+        self.loops += runner.run_in_place(lower, graph)
         for step in self._passes():
             runner.run_in_place(step, graph)
         self.partitioner.refused(runner)
@@ -323,9 +318,9 @@ class LowerLoops(CustomGraphPass):
     def _passes(self) -> Iterator[InPlacePass]:
         """The passes over a graph whose loops are lowered."""
         if self.takes_time:
-            yield InPlacePass("delay_scatters", delay_scatters, FINISHED)
-        yield InPlacePass("wait", functools.partial(_wait, takes_time=self.takes_time), FINISHED)
-        yield InPlacePass("materialize_masks", materialize_masks, FINISHED)
+            yield InPlacePass("delay_scatters", delay_scatters)
+        yield InPlacePass("wait", functools.partial(_wait, takes_time=self.takes_time))
+        yield InPlacePass("materialize_masks", materialize_masks)
 
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None

@@ -154,10 +154,6 @@ def _reserve(value: Any, where: str) -> str | int:
     return "auto" if value == "auto" else _bytes(value, where, "'auto', ")
 
 
-def _host_budget(value: Any, where: str) -> int:
-    return _bytes(value, where)
-
-
 def _bytes(value: Any, where: str, or_else: str = "") -> int:
     size = parse_bytes(value) if isinstance(value, str) else value
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -223,8 +219,7 @@ def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
     known = inductor_settings()
     for key in value:
         if key not in known and not is_inductor_setting(key):  # the settings lack aliases
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = _did_you_mean(key, sorted(known))
             raise OptionError(f"{where}: Inductor's config has no {key!r}.{hint}")
     return tuple(sorted(value.items()))
 
@@ -247,7 +242,7 @@ _CHECKS: dict[str, Check] = {
     "repeat_collectives": _one_of("auto", "off"),
     "logits": _one_of("keep", "drop"),
     "lengths": _lengths,
-    "host_budget": _host_budget,
+    "host_budget": _bytes,
     "strict": _switch,
     "verify": _switch,
     "inductor": _inductor,

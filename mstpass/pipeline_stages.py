@@ -35,7 +35,6 @@ from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, without_loops
 from mstpass.partition.split import split_joint
 from mstpass.partition.torch_partitioner import needs_torch, split_by_torch, with_alone
-from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
@@ -233,9 +232,7 @@ def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGr
     return apply_plans(joint, plans), True
 
 
-APPLY_PLANS = Pass(
-    "apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS), (CycleError, CannotTake)
-)
+APPLY_PLANS = Pass("apply_plans", _apply_plans, answers=(CycleError, CannotTake))
 
 
 def _told(refusal: CannotTake) -> Reason:
@@ -305,7 +302,7 @@ def split(
     program = planned.program_of(step)
     modules, save_plan = split_joint(rewritten, program, plan, planned.solver, **torch_kwargs)
     for half, module in zip(("forward", "backward"), modules, strict=True):
-        runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
+        runner.check(f"split ({half})", rewritten, JointGraph(module, 0))
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=written.done)
     as_copies(modules)

@@ -64,16 +64,9 @@ def test_what_a_loop_reads_waits_for_the_loop_before_it() -> None:
     assert all(any(node.target is done for node in others) for others in norms)
 
 
-@pytest.mark.parametrize(
-    ("device", "tangent_rows", "waits"), [("cpu", 8, True), ("cpu", 1, False), ("cuda", 8, False)]
-)
-def test_nothing_waits_for_a_value_that_needs_no_buffer(
-    device: str, tangent_rows: int, waits: bool
-) -> None:
-    """A node that others wait for is written to memory: here a scaled gradient of all rows.
-
-    On a CPU that frees the gradient it is computed from, so it is worth it if that is as large.
-    """
+@pytest.mark.parametrize("tangent_rows", [1, 8])
+def test_nothing_waits_for_a_value_that_needs_no_buffer(tangent_rows: int) -> None:
+    """A node that others wait for is written to memory: here a scaled gradient of all rows."""
     graph = fx.Graph()
     tangent, x = graph.placeholder("tangents_1"), graph.placeholder("x")
     scaled = graph.call_function(aten.mul.Tensor, (tangent, 2))
@@ -83,13 +76,12 @@ def test_nothing_waits_for_a_value_that_needs_no_buffer(
     gradient = graph.call_function(aten.sum.dim_IntList, (gradient, [1]))
     graph.output((gradient,))
     with FakeTensorMode():
-        tangent.meta["val"] = torch.empty(tangent_rows, 8, device=device)
+        tangent.meta["val"] = torch.empty(tangent_rows, 8)
         for node in (x, scaled):
-            node.meta["val"] = torch.empty(8, 8, device=device)
+            node.meta["val"] = torch.empty(8, 8)
         for node in (total, product, gradient.all_input_nodes[0], gradient):
-            node.meta["val"] = torch.empty(8, 1, device=device)
-    found = recomputation_waits(graph)
-    assert found == ({total: (scaled,)} if waits else {})
+            node.meta["val"] = torch.empty(8, 1)
+    assert recomputation_waits(graph) == {}
 
 
 def test_a_forward_graph_has_nothing_to_wait_for() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass import pipeline
-from mstpass.explainer import ExplainError, explain_step
+from mstpass.explainer import ExplainError, explain_parts
 from mstpass.graph import advice, op_table, ops
 from mstpass.graph.collectives import Collectives
 from mstpass.graph.token_rules import Rule
@@ -249,7 +249,9 @@ def test_a_report_fits_a_screen() -> None:
 
 
 def test_json_comes_back_whole(tmp_path: Path) -> None:
-    report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
+    (report,) = explain_parts(
+        refused.fine, (refused.hidden, refused.labels), pareto=True, fullgraph=True
+    )
     assert report.details is not None
     peaks = [point.peak_bytes for point in report.details.pareto]
     assert len(peaks) == 6 and peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
@@ -274,7 +276,9 @@ def test_older_json_is_read(tmp_path: Path) -> None:
 
 def test_the_documented_schema_is_the_real_one() -> None:
     """Each field of docs/report-json.md's table is there, and nothing else is."""
-    report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
+    (report,) = explain_parts(
+        refused.fine, (refused.hidden, refused.labels), pareto=True, fullgraph=True
+    )
     other = mstpass.explain(refused.few_tokens, refused.hidden, refused.labels)
     reconstructed = {"node", "sources", "rule", "grade", "bytes", "bounds", "source"}
     found = {

@@ -20,9 +20,8 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.rewriting import Rewriting
 from mstpass.loops.apply_plans import apply_plans
 from mstpass.options import Options
-from mstpass.partition import reconstruct
 from mstpass.passes import runner
-from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
+from mstpass.passes.facts import pure_loops
 from mstpass.passes.runner import InPlacePass, Pass, PassError, PassRunner
 from mstpass.plans import Outcome
 from mstpass.report import store
@@ -61,7 +60,7 @@ def _edited(joint: JointGraph, change: Break) -> JointGraph:
 
 
 def _broken(change: Break) -> Pass:
-    return Pass("breaks", lambda joint: (_edited(joint, change), frozenset()), after=ALWAYS)
+    return Pass("breaks", lambda joint: (_edited(joint, change), frozenset()))
 
 
 # ---- what passes break ---------------------------------------------------------------------------
@@ -235,28 +234,9 @@ def test_an_impure_loop_is_refused(
     body = getattr(looped.module, str(loop.args[0].target))  # type: ignore[union-attr]
     change(looped, body.graph)
     running = PassRunner(verify=True)
-    step = Pass("loops", lambda joint: (looped, None), after=(PURE_LOOPS,))
+    step = Pass("loops", lambda joint: (looped, None), after=(pure_loops,))
     assert running.run(step, joint) == (joint, None)
     assert reason in running.refused[0].reason and "the pass loops is" in running.refused[0].reason
-
-
-def test_a_pass_that_knows_no_loops_gets_none(in_production: None) -> None:
-    looped = _with_loops()
-    running = PassRunner(verify=True)
-    step = Pass("early", lambda joint: (joint.copy(), None), before=(NO_LOOPS,))
-    assert running.run(step, looped) == (looped, None)
-    reason = running.refused[0].reason
-    assert "the pass early is refused: cannot run: mst_loop_neg is a loop" in reason
-
-
-def test_each_pass_gets_what_those_before_it_leave() -> None:
-    valid = {NO_LOOPS}
-    early = (*normalize.READ, normalize.MASKS, *normalize.SIZES, *normalize.TOKENS)
-    late = (pipeline_stages.APPLY_PLANS, reconstruct.RECONSTRUCT)
-    for step in (*early, *normalize.HEADS, *late):
-        assert valid.issuperset(step.before), step.name
-        valid = set(step.after)
-        assert valid.issuperset(ALWAYS), step.name
 
 
 # ---- the pipeline --------------------------------------------------------------------------------
@@ -307,7 +287,7 @@ def test_no_guard_is_added() -> None:
     pairs = zip(joint.nodes, new.nodes, strict=True)
     assert all(a.meta["val"] is not b.meta["val"] for a, b in pairs if a.op == "call_function")
     before = len(environment.guards)
-    PassRunner().run(Pass("renews", lambda joint: (new, None), after=ALWAYS), joint)
+    PassRunner().run(Pass("renews", lambda joint: (new, None)), joint)
     assert len(environment.guards) == before
 
 
@@ -321,12 +301,12 @@ def test_a_pass_in_place_is_refused_and_the_graph_is_as_it_was(in_production: No
         return 7
 
     running = PassRunner(verify=True)
-    assert running.run_in_place(InPlacePass("late", change, FINISHED), joint.module.graph) is None
+    assert running.run_in_place(InPlacePass("late", change), joint.module.graph) is None
     assert "the pass late is refused" in running.refused[0].reason
     assert graph_text(joint.module) == before
     with pytest.raises(PassError, match="late: sigmoid dtype"):
         PassRunner(verify=True).run_in_place(
-            InPlacePass("late", change, FINISHED, required=True), joint.module.graph
+            InPlacePass("late", change, required=True), joint.module.graph
         )
 
 
@@ -345,7 +325,7 @@ def test_what_a_step_returns_keeps_its_strides() -> None:
     old, found = (value_of(each.backward_outputs[-1]) for each in (joint, new))
     assert old is not None and found is not None
     assert found.stride() == old.stride() and new.backward_outputs[-1].name != gradient.name
-    PassRunner().run(Pass("rewrites", lambda joint: (new, None), after=ALWAYS), joint)
+    PassRunner().run(Pass("rewrites", lambda joint: (new, None)), joint)
 
 
 def test_readers_of_other_strides_are_computed_again() -> None:
@@ -358,14 +338,14 @@ def test_readers_of_other_strides_are_computed_again() -> None:
         copy = call(aten.clone.default, rows, memory_format=torch.contiguous_format)
         other = call(aten.permute.default, copy, [1, 0])
     rewriting.replace(product, other, readers)
-    rewrites = Pass("rewrites", lambda joint: (rewriting.finished(), None), after=ALWAYS)
+    rewrites = Pass("rewrites", lambda joint: (rewriting.finished(), None))
     PassRunner().run(rewrites, joint)
 
 
 # ---- what is printed -----------------------------------------------------------------------------
 def test_the_difference_that_a_pass_makes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     joint = _joint()
-    casts = Pass("casts", lambda joint: (_edited(joint, _wrong_dtype), None))
+    casts = Pass("casts", lambda joint: (_edited(joint, _wrong_dtype), None), after=())
     copies = Pass("copies", lambda joint: (joint.copy(), None))
     with caplog.at_level(logging.DEBUG, logger=runner.__name__):
         PassRunner().run(casts, joint)

@@ -17,7 +17,7 @@ import torch
 from selenium import webdriver
 
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.explainer import explain_step
+from mstpass.explainer import explain_parts
 
 OUT = Path(__file__).parents[1] / "docs" / "img" / "report.png"
 SIZE = {"width": 1440, "height": 1240, "deviceScaleFactor": 1, "mobile": False}
@@ -29,7 +29,7 @@ def main(out: Path = OUT) -> None:
     if chrome is None or driver is None:
         sys.exit("viz/screenshot.py needs chromium (or its path in CHROME_PATH) and chromedriver")
     model, ids_BS, target_BS = llama(LlamaSize(), torch.device("meta"))
-    report = explain_step(model, (ids_BS, target_BS), pareto=True)
+    (report,) = explain_parts(model, (ids_BS, target_BS), pareto=True, fullgraph=True)
     options = webdriver.ChromeOptions()
     options.binary_location = chrome
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars"):

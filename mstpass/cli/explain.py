@@ -46,7 +46,7 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.cli.load_function import UserFileError, error_text, load_function
 from mstpass.errors import UserError
 from mstpass.explainer.errors import ExplainError
-from mstpass.explainer.plan_step import explain_parts, explain_step
+from mstpass.explainer.plan_step import explain_parts
 from mstpass.options import OptionError, parse_value
 from mstpass.report.report import Report
 from mstpass.tracing.devices import DeviceError, made_for, traced_for
@@ -156,9 +156,8 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     target = given if on_cuda or arguments.gpu is not None else None
     with traced_for(target, arguments.gpu) as device:
         fn, args, kwargs = made_for(given, lambda: _load_step(arguments))
-        if arguments.fullgraph:
-            return [explain_step(fn, args, kwargs, options, pareto=pareto, device=device)]
-        return explain_parts(fn, args, kwargs, options, pareto=pareto, device=device)
+        whole = arguments.fullgraph
+        return explain_parts(fn, args, kwargs, options, pareto, device, fullgraph=whole)
 
 
 def _option(text: str) -> tuple[str, Any]:

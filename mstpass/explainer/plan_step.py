@@ -45,6 +45,7 @@ from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
     Finish,
     NoJointGraph,
+    TracedGraphs,
     cause_of,
     trace_each_graph,
     trace_one_graph,
@@ -80,32 +81,7 @@ def explain(
         OptionError: an unknown option or a wrong value.
         UserError: an unknown device or kind of GPU.
     """
-    return explain_step(fn, args, kwargs, options, device=device, gpu=gpu)
-
-
-def explain_step(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
-    pareto: bool = False,
-    device: torch.device | str | None = None,
-    gpu: str | None = None,
-    left_bytes: Callable[[Sequence[Any]], int] | None = None,
-) -> Report:
-    """`explain` with ``fn``'s arguments in a sequence and a mapping.
-
-    Args:
-        pareto: plan at other budgets as well, for ``Report.details.pareto``.
-        left_bytes: what the device has left for the step under the budget ``"auto"``, by the
-            graph's inputs; None: what it has left now.
-    """
-    kwargs, maker = kwargs or {}, _ReportMaker(options, pareto, left_bytes)
-    with _user_errors(fn, args, kwargs), traced_for(device, gpu) as of_tensors, _collector_off():
-        _check_arguments(fn, args, kwargs)
-        return with_deep_stack(
-            trace_one_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
-        )
+    return explain_parts(fn, args, kwargs, options, device=device, gpu=gpu, fullgraph=True)[0]
 
 
 def explain_all(
@@ -141,15 +117,24 @@ def explain_parts(
     pareto: bool = False,
     device: torch.device | str | None = None,
     gpu: str | None = None,
+    left_bytes: Callable[[Sequence[Any]], int] | None = None,
+    fullgraph: bool = False,
 ) -> list[Report]:
-    """`explain_all` with the arguments of `explain_step`."""
-    kwargs = kwargs or {}
+    """`explain_all` with ``fn``'s arguments in a sequence and a mapping.
+
+    Args:
+        pareto: plan at other budgets as well, for ``Report.details.pareto``.
+        left_bytes: what the device has left for the step under the budget ``"auto"``, by the
+            graph's inputs; None: what it has left now.
+        fullgraph: the report of `explain`, alone.
+    """
+    kwargs, maker = kwargs or {}, _ReportMaker(options, pareto, left_bytes)
     with _user_errors(fn, args, kwargs), traced_for(device, gpu) as of_tensors, _collector_off():
-        maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs)
-        traced = with_deep_stack(
-            trace_each_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
-        )
+        step: Any = (fn, args, kwargs, maker.report, maker.prepare, of_tensors)
+        if fullgraph:
+            return [with_deep_stack(trace_one_graph, *step)]
+        traced: TracedGraphs[Report] = with_deep_stack(trace_each_graph, *step)
     reports = [
         report if graph_break is None else _with_note(report, graph_break_note(graph_break))
         for report, graph_break in traced.parts
@@ -220,7 +205,7 @@ class _ReportMaker:
     outputs out of it.
 
     Args:
-        pareto, left_bytes: as of ``explain_step``.
+        pareto, left_bytes: as of ``explain_parts``.
     """
 
     def __init__(
@@ -279,7 +264,9 @@ def _pareto_points(
             result = pipeline.run(module, options, limit=Limit(share), **known)
             outcomes[share] = result.outcome
     points = [
-        ParetoPoint(_label(budget), found.peak_bytes, found.extra_time, chosen=found is at_hand)
+        ParetoPoint(
+            f"memory_budget={budget}", found.peak_bytes, found.extra_time, chosen=found is at_hand
+        )
         for budget, found in outcomes.items()
         if found.peak_bytes is not None and found.extra_time is not None
     ]
@@ -291,7 +278,3 @@ def _budget_of(limit: Limit, options: Options) -> object:
     if limit.share is not None:
         return limit.share
     return limit.budget_bytes if options.memory_budget == "auto" else options.memory_budget
-
-
-def _label(budget: object) -> str:
-    return f"memory_budget={budget}"

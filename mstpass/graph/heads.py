@@ -332,7 +332,7 @@ def through_view(
 # ---- parts of a dim ------------------------------------------------------------------------------
 def works_along(node: fx.Node, dim: int) -> bool:
     """Whether the node takes or puts parts of this dim of its result."""
-    return node.target in _PARTS and dim == argument(node, "dim") % _rank(node)
+    return node.target in _PARTS and dim == argument(node, "dim") % len(shape_of(node))
 
 
 def part_sizes(node: fx.Node, dim: int) -> list[int]:
@@ -355,7 +355,3 @@ def bound_of(argument: Any) -> int | None:
     """A bound of a slice, at the generic point; None if none is given."""
     value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
     return None if value is None else generic(value)
-
-
-def _rank(node: fx.Node) -> int:
-    return next(tensors_of(node.meta["val"])).dim()

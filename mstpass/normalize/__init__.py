@@ -58,12 +58,11 @@ from mstpass.normalize import (
 )
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.products import NOTHING, LeftOut
-from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 
 
 def _pass(run: Callable[[JointGraph], Rewritten]) -> Pass:
-    return Pass(run.__name__, run, before=(NO_LOOPS,), after=(*ALWAYS, NO_LOOPS))
+    return Pass(run.__name__, run)
 
 
 def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
@@ -71,7 +70,7 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
     return found.joint, found
 
 
-MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
+MASKS = Pass("masks_as_flags", _masks_as_flags)
 READ = (  # of every graph
     _pass(plain_values.ordinary_tensors),
     dataclasses.replace(

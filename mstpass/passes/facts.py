@@ -9,11 +9,8 @@ recorded values of its operands, under their fake mode, and adds no guard. What 
 and strides at the generic point (graph/sizes.py), dtype, device, and, for views, with which
 operands a result shares its storage. The stride of a dim of one element is not defined.
 
-*Loops*: the body of a loop has to be as pure as ``mst_loop`` claims, and to fit the loop's
-operands.
-
-pure    nothing is written but what the body has made itself; no rank waits for another
-fits    one input for each operand, with its shape and dtype; results as the loop says
+*Loops*: the body of a loop has to be as pure as ``mst_loop`` claims: nothing is written but what
+the body has made itself, and no rank waits for another. Its results are as the loop says.
 
 A body has the symbolic sizes of the batch that was traced (loops/body/build.py).
 
@@ -36,7 +33,7 @@ from mstpass.graph import ops
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
-from mstpass.graph.loop_op import START, mst_loop, stacked_dim
+from mstpass.graph.loop_op import mst_loop, stacked_dim
 from mstpass.graph.recompute_rules import BEFORE_WRITE
 from mstpass.graph.renew_values import defined_strides, may_be_view, order_of_copy
 from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
@@ -166,7 +163,6 @@ def body_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
             yield f"its body writes to an operand ({node.name})"
         elif found := difference(node, storages=False):  # the lowering traces it anew
             yield f"{node.name} in its body {found}"
-    yield from _operand_differences(loop, body)
     yield from _result_differences(loop, body)
 
 
@@ -187,42 +183,11 @@ def _writes_to_operand(node: fx.Node, body: fx.Graph) -> bool:
     return any(storage_key(tensor.untyped_storage()) in given for tensor in tensors)
 
 
-def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
-    _, num_chunks, *_, sliced, whole = _values(loop.args)
-    inputs = [node.meta.get("val") for node in body.find_nodes(op="placeholder")]
-    if num_chunks is None:
-        inputs = inputs[1:]  # the length of the chunk
-    if any(node.target == START for node in body.find_nodes(op="placeholder")):
-        inputs = inputs[1:]
-    if len(inputs) - len(sliced) - len(whole) not in (0, 1):  # one more says which rows are valid
-        yield f"its body has {len(inputs)} inputs for {len(sliced) + len(whole)} operands"
-        return
-    for given, taken in zip((*sliced, *whole), inputs, strict=False):
-        if not isinstance(given, torch.Tensor) or not isinstance(taken, torch.Tensor):
-            continue
-        rows = taken.shape[0] if any(given is value for value in sliced) else None
-        chunk = given if rows is None else _rows_like(given, taken)
-        if chunk is None:
-            yield "its body has an input of another shape than its operand's chunks"
-        elif found := layout_difference(taken, chunk, of_traced_batch=True):
-            yield f"an input of its body: {found}"
-
-
-def _rows_like(given: torch.Tensor, taken: torch.Tensor) -> torch.Tensor | None:
-    """A chunk of an operand with as many rows as an input of the body."""
-    if given.dim() != taken.dim():
-        return None
-    mode: Any = given.fake_mode  # type: ignore[attr-defined]
-    shape = (taken.shape[0], *given.shape[1:])
-    with mode:
-        return torch.empty_strided(shape, given.stride(), dtype=given.dtype, device=given.device)
-
-
 def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
-    specs = _values(loop.args)[4]
     (results,) = body.output_node().args
     parts = [part for n in results if (part := value_of(n)) is not None]  # type: ignore
     returned = list(tensors_of(loop.meta.get("val")))
+    specs: Any = loop.args[4]
     if not len(parts) == len(specs) == len(returned):
         yield f"its body returns {len(parts)} values of {len(specs)}"
         return
@@ -236,10 +201,6 @@ def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
         is_summand = dim is None and torch.promote_types(part.dtype, dtype) == part.dtype
         if dtype != result.dtype or not (part.dtype == dtype or is_summand):
             yield f"its body returns {part.dtype} for a result of {result.dtype}"
-
-
-def _values(args: Any) -> Any:
-    return fx.map_arg(args, lambda node: node.meta.get("val"))
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -257,20 +218,13 @@ class Fault:
         return f"{self.node} {self.reason}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """Something that may hold of a graph.
-
-    Attributes:
-        faults: the nodes of the second graph of which it does not hold; the first graph is the one
-            before the pass.
-    """
-
-    name: str
-    faults: Callable[[JointGraph, JointGraph], Iterator[Fault]]
+# Something that may hold of a graph: of which nodes of the second one it does not; the first is the
+# graph before the pass.
+Fact = Callable[[JointGraph, JointGraph], Iterator[Fault]]
 
 
-def _inexact(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+def exact_values(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    """Recorded values are those of the ops."""
     # A copy under another name has the recorded value itself.
     original = {id(node.meta["val"]): node for node in before.nodes if "val" in node.meta}
     for node in after.nodes:
@@ -282,7 +236,8 @@ def _inexact(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
             yield Fault(node.name, found)
 
 
-def _changed_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+def same_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    """Results have the layouts that were traced."""
     (recorded,), (results,) = before.output.args, after.output.args
     assert isinstance(recorded, tuple | list), "the recorded results are a list"
     assert isinstance(results, tuple | list), "the results are a list"
@@ -301,7 +256,8 @@ def _changed_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
                 yield Fault(new.name, f"is a result of the step: {found}")
 
 
-def _wrong_phases(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+def phases(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    """No node of the forward depends on a tangent."""
     known = {  # a copy has the recorded value itself; by their names alone nodes may be mistaken
         (node.name, id(node.meta["val"]))
         for node in before.nodes
@@ -316,8 +272,8 @@ def _wrong_phases(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
             yield Fault(node.name, "belongs to the forward, but depends on a tangent")
 
 
-def _too_early(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
-    """Nodes before what they read, and nodes behind a write that must come before it."""
+def order(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    """Nothing is read before it is written, nor behind the write that replaces it."""
     for node in after.nodes:
         late = [n for n in node.all_input_nodes if after.index.get(n, -1) >= after.index[node]]
         if late:
@@ -346,13 +302,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     return (reader for reader in reached if not ops.shares_storage(reader))
 
 
-def _loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
-    for node in after.nodes:
-        if node.target is mst_loop:
-            yield Fault(node.name, "is a loop")
-
-
-def _impure_loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+def pure_loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    """Bodies of loops are pure, and return what the loop says."""
     for node in after.nodes:
         if node.target is not mst_loop:
             continue
@@ -364,12 +315,5 @@ def _impure_loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
             yield Fault(node.name, found)
 
 
-EXACT_VALUES = Fact("recorded values are those of the ops", _inexact)
-SAME_RESULTS = Fact("results have the layouts that were traced", _changed_results)
-PHASES = Fact("no node of the forward depends on a tangent", _wrong_phases)
-ORDER = Fact("nothing is read before it is written", _too_early)
-NO_LOOPS = Fact("there are no loops", _loops)
-PURE_LOOPS = Fact("bodies of loops are pure and fit their operands", _impure_loops)
-
-ALWAYS = (EXACT_VALUES, SAME_RESULTS, PHASES, ORDER)  # of a joint graph
-FINISHED = (EXACT_VALUES, ORDER)  # of a forward or a backward graph
+ALWAYS = (exact_values, same_results, phases, order, pure_loops)  # of a joint graph
+FINISHED = (exact_values, order, pure_loops)  # of a forward or a backward graph

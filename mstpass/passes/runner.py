@@ -27,7 +27,7 @@ from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew
 from mstpass.options import OptionError, Options
-from mstpass.passes.facts import Fact, Fault
+from mstpass.passes.facts import ALWAYS, FINISHED, Fact, Fault
 from mstpass.plans import Rejection
 from mstpass.torch_internals.caches import is_tracing, trace_structured_artifact
 from mstpass.torch_internals.versions import TorchChangedError
@@ -49,16 +49,14 @@ class Pass:
     Attributes:
         run: gets the graph and further arguments. Returns the new graph, or the given one if there
             is nothing to do, and what else is known of it.
-        before: what must hold of the given graph.
-        after: what holds of the new one.
+        after: what holds of the new graph.
         answers: errors that are no failures, and that the caller waits for.
         required: whether a graph is wrong without the pass, so that it cannot be refused.
     """
 
     name: str
     run: Callable[..., tuple[JointGraph, Any]]
-    before: tuple[Fact, ...] = ()
-    after: tuple[Fact, ...] = ()
+    after: tuple[Fact, ...] = ALWAYS
     answers: tuple[type[Exception], ...] = ()
     required: Callable[[JointGraph], object] = lambda joint: False
 
@@ -73,7 +71,7 @@ class InPlacePass:
 
     name: str
     run: Callable[..., Any]
-    after: tuple[Fact, ...] = ()
+    after: tuple[Fact, ...] = FINISHED
     required: bool = False
 
 
@@ -112,10 +110,6 @@ class PassRunner:
     def run_alone(
         self, step: Pass, joint: JointGraph, *args: Any, **kwargs: Any
     ) -> tuple[JointGraph, Any]:
-        fault = self._first(step.before, joint, joint)
-        if fault is not None:
-            self._refuse(step.name, f"cannot run: {fault}", fault.node)
-            return joint, None
         start = time.perf_counter()
         new, more = joint, None
         try:
@@ -201,22 +195,20 @@ class PassRunner:
             log.info("%s", reason, exc_info=True)
             self._note(Rejection("error", node, reason))
 
-    def check(
-        self, name: str, facts: tuple[Fact, ...], before: JointGraph, new: JointGraph
-    ) -> None:
+    def check(self, name: str, before: JointGraph, new: JointGraph) -> None:
         """Verify what a stage that cannot be left out has made.
 
         Raises:
             PassError: a fact does not hold.
         """
-        fault = self._first(facts, before, new)
+        fault = self._first(FINISHED, before, new)
         if fault is not None:
             raise PassError(f"{name}: {fault}")
 
     def _first(self, facts: tuple[Fact, ...], before: JointGraph, new: JointGraph) -> Fault | None:
         if self.verify == OFF:
             return None
-        return next((fault for fact in facts for fault in fact.faults(before, new)), None)
+        return next((fault for fact in facts for fault in fact(before, new)), None)
 
     def _count(self, name: str, start: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -45,11 +45,10 @@ class DroppedOutput:
     """An output that the graph no longer has: what the placeholder in its place looks like."""
 
     position: int
-    name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
     device: torch.device
-    bytes: int
+    note: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Drop:
 
     def added_to(self, outcome: Outcome) -> dict[str, Any]:
         """The notes and rejections of the graph that is left, with those of its logits."""
-        notes = dict.fromkeys(_note(output) for output in self.outputs)
+        notes = dict.fromkeys(output.note for output in self.outputs)
         return {
             "notes": (*outcome.notes, *notes),
             "rejections": (*outcome.rejections, *self.rejections),
@@ -115,12 +114,11 @@ def drop_logits(gm: fx.GraphModule, options: Options) -> Drop:
     symbols = symbols_among([node.meta.get("example_value") for node in inputs])
     nodes: list[fx.Node] = []
     rejections: list[Rejection] = []
-    for logits in find_logits(gm):
-        refusal = logits.refusal or _refusal(gm, logits.node, symbols.keys())
-        if refusal:
-            rejections.append(_rejection(logits.node, refusal))
+    for node, unknown in find_logits(gm).items():
+        if refusal := unknown or _refusal(gm, node, symbols.keys()):
+            rejections.append(_rejection(node, refusal))
         else:
-            nodes.append(logits.node)
+            nodes.append(node)
     outputs = _take_out(gm, nodes) if nodes else ()
     return Drop(outputs, tuple(rejections), symbols)
 
@@ -163,17 +161,13 @@ def _take_out(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[DroppedOutp
 def _dropped(position: int, node: fx.Node) -> DroppedOutput:
     value = value_of(node)
     assert value is not None, "the op gives one tensor"
-    size_bytes = hint_numel(value) * value.element_size()
-    shape = tuple(value.shape)
-    return DroppedOutput(position, node.name, shape, value.dtype, value.device, size_bytes)
-
-
-def _note(output: DroppedOutput) -> str:
-    shape = ", ".join(map(str, output.shape))
-    return (
-        f"logits='drop': the step returns a placeholder for {output.name} [{shape}], "
-        f"{bytes_text(output.bytes)}; reading it raises DroppedLogitsError"
+    shape, size_bytes = tuple(value.shape), hint_numel(value) * value.element_size()
+    note = (
+        f"logits='drop': the step returns a placeholder for {node.name} "
+        f"[{', '.join(map(str, shape))}], {bytes_text(size_bytes)}; "
+        "reading it raises DroppedLogitsError"
     )
+    return DroppedOutput(position, shape, value.dtype, value.device, note)
 
 
 def _rejection(node: fx.Node, reason: str) -> Rejection:

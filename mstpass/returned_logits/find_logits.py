@@ -136,28 +136,15 @@ _COPIES = frozenset((*CASTS, *SAME, aten._reshape_alias.default))
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundLogits:
-    """An output that is logits beside their loss.
-
-    Attributes:
-        node: the output.
-        refusal: why it is not dropped all the same; empty if it is.
-    """
-
-    node: fx.Node
-    refusal: str = ""
-
-
-def find_logits(gm: fx.GraphModule) -> list[FoundLogits]:
-    """The outputs that are logits beside their loss, and those of which that is not certain."""
+def find_logits(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The outputs that are logits beside their loss, each with why that is not certain, or ""."""
     outputs = [*dict.fromkeys(one for one in returned(gm) if isinstance(one, fx.Node))]
     losses = [node for node in outputs if _is_loss(node)]
     if not losses or not torch.is_grad_enabled():
-        return []
+        return {}
     finder = _Finder(gm, losses)
-    found = (finder.found(node) for node in outputs if node not in losses)
-    return [logits for logits in found if logits is not None]
+    found = {node: finder.found(node) for node in outputs if node not in losses}
+    return {node: refusal for node, refusal in found.items() if refusal is not None}
 
 
 def returned(gm: fx.GraphModule) -> tuple[Any, ...]:
@@ -192,8 +179,8 @@ class _Finder:
         self.calls = AtenCalls(gm)
         self.losses = losses
 
-    def found(self, output: fx.Node) -> FoundLogits | None:
-        """What is known of an output; None if it is not made by a head of the losses."""
+    def found(self, output: fx.Node) -> str | None:
+        """The refusal of an output; None if it is not made by a head of the losses."""
         value = value_of(output)
         if value is None or not value.is_floating_point() or value.dim() < 2:
             return None
@@ -210,7 +197,7 @@ class _Finder:
             unknown = unknown or refusal
         if origin.other:
             unknown = f"it is made from logits by {origin.other}, which is not pointwise"
-        return FoundLogits(output, unknown)
+        return unknown
 
     def _origin(self, output: fx.Node) -> _Origin | None:
         """The products that an output is made from; None if not all of them widen."""

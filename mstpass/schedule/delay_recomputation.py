@@ -88,7 +88,7 @@ def recomputation_waits(graph: fx.Graph) -> Waits:
             if n in gradients and any(index[user] > here for user in n.users)
         )
         kernels = dict.fromkeys(k for k in map(_kernel, used_later) if k in gradients)
-        alive = tuple(k for k in kernels if k is not None and not _is_inlined(k)) or alive
+        alive = tuple(k for k in kernels if k is not None and not is_inlined_operand(k)) or alive
         if alive:
             waits[node] = alive
         last = here
@@ -143,22 +143,12 @@ def _kernel(node: fx.Node) -> fx.Node | None:
     return node
 
 
-def _is_inlined(node: fx.Node) -> bool:
-    """Whether the value is better computed where it is read, so that it has no buffer.
-
-    A node that others wait for is written to memory. A GPU would hold it besides what it is
-    computed from, which the next kernels may read too. On a CPU the kernels that follow each other
-    are one function, after which the operands are freed: there it is worth its buffer if that is
-    not larger than theirs.
-    """
-    value = value_of(node)
-    if value is None or not is_inlined_operand(node):
-        return False
-    return value.device.type != "cpu" or nbytes(node) > _operand_bytes(node)
-
-
 def is_inlined_operand(node: fx.Node) -> bool:
-    """Whether the operand of a node that waits, or what it is a view of, has no buffer."""
+    """Whether the operand of a node that waits, or what it is a view of, has no buffer.
+
+    It is better computed where it is read: what others wait for is written to memory, beside what
+    it is computed from.
+    """
     base = viewed(node)
     if base.op != "call_function" or not _has_no_kernel(base):
         return False
@@ -171,14 +161,6 @@ def _has_no_kernel(node: fx.Node) -> bool:
     if ops.is_pointwise(node):
         return node.target is not REALIZE
     return ops.is_padded(node) or ops.is_constant(node)
-
-
-def _operand_bytes(node: fx.Node) -> int:
-    """The bytes of the buffers, parameters left out, that a pointwise value is computed from."""
-    operands = lambda n: map(viewed, n.all_input_nodes)
-    read = walk_once(operands(node), lambda n: operands(n) if _has_no_kernel(n) else ())
-    buffers = (n for n in read if not _has_no_kernel(n))
-    return sum(nbytes(n) for n in buffers if not str(n.target).startswith("primals"))
 
 
 # ---- gradients that leave the graph --------------------------------------------------------------

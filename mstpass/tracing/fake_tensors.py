@@ -128,15 +128,11 @@ def tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
     Yields:
         The value in the place, and a function that puts another value there.
     """
-    found: set[int] = set()
+    for module in modules_of(leaves):
+        for tensors in own_tensors(module):
+            yield from _items(tensors)
+        yield from _attributes(module)
     for leaf in map(uncompiled, _reachable(leaves)):
-        for root in modules_near(leaf):
-            new = [module for module in root.modules() if id(module) not in found]
-            found.update(map(id, new))
-            for module in new:
-                for tensors in own_tensors(module):
-                    yield from _items(tensors)
-                yield from _attributes(module)
         if isinstance(leaf, functools.partial):
             for value, put in _arguments(leaf):
                 yield value, put

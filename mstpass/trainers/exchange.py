@@ -17,6 +17,16 @@ def computes_loss(trainer: Any) -> Any:
     return next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
 
 
+def loss_besides_model(trainer: Any) -> str:
+    """What computes the loss from the model's outputs; empty if the model computes it."""
+    if trainer.label_smoother is not None:
+        return "label_smoothing_factor"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func"
+    kind = computes_loss(trainer)
+    return "" if kind.__module__ == "transformers.trainer" else f"{kind.__name__}.compute_loss"
+
+
 def with_globals(function: types.FunctionType, exchanges: dict[str, Any]) -> types.FunctionType:
     """A copy of a function, for which these names of its module stand for something else.
 

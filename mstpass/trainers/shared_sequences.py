@@ -36,7 +36,7 @@ from mstpass.sequences.attention import Method
 from mstpass.sequences.batch import labels_that_count, shard_sequence
 from mstpass.sequences.huggingface import CAUSAL_LOSS, has_own_loss, loss_of, sequence_parallel
 from mstpass.sequences.ranks import Group, Ranks, ranks_of, sum_over
-from mstpass.trainers.exchange import TrainerError, computes_loss, with_globals
+from mstpass.trainers.exchange import TrainerError, computes_loss, loss_besides_model, with_globals
 from mstpass.trainers.trl_head import base_model
 
 
@@ -80,8 +80,9 @@ def check_shares(trainer: Any) -> None:
 
 def _refused(trainer: Any) -> Iterator[tuple[str, str]]:
     arguments, accelerator = trainer.args, trainer.accelerator
-    reader = _reader_of_whole_sequences(trainer)
-    if reader is not None:
+    reader = loss_besides_model(trainer)
+    of_trl = computes_loss(trainer).__module__.startswith("trl.")
+    if reader and not (of_trl and reader == "SFTTrainer.compute_loss"):  # SFT's goes token by token
         yield (
             reader,
             "it reads what the model returns of whole sequences, and each rank has its part. Leave "
@@ -133,18 +134,6 @@ def _refused(trainer: Any) -> Iterator[tuple[str, str]]:
             "the model averages its loss over its own labels, of which each rank has another "
             "number. Take a model whose loss is transformers' (it takes num_items_in_batch)",
         )
-
-
-def _reader_of_whole_sequences(trainer: Any) -> str | None:
-    """What computes the loss, unless it is the model, or TRL's SFT, token by token."""
-    if trainer.label_smoother is not None:
-        return "label_smoothing_factor"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func"
-    kind = computes_loss(trainer)
-    of_sft = kind.__name__ == "SFTTrainer" and kind.__module__.startswith("trl.")
-    known = of_sft or kind.__module__ == "transformers.trainer"
-    return None if known else f"{kind.__name__}.compute_loss"
 
 
 def _sequences(ranks: Ranks) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import Options
 from mstpass.sequences.attention import Method
 from mstpass.sequences.ranks import Group
-from mstpass.trainers.exchange import TrainerError, computes_loss
+from mstpass.trainers.exchange import TrainerError, computes_loss, loss_besides_model
 from mstpass.trainers.shared_sequences import check_shares, share_sequences
 from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
 
@@ -82,7 +82,7 @@ def _compiled(trainer: Any, compiled: Any, dynamic: bool | None, options: dict[s
             f"{type(trainer).__name__} has a fused LM head; the model of this one has none. "
             f"Install trl=={KNOWN_VERSIONS}.*."
         )
-    if _reads_the_models_loss(trainer) or _is_of_trl(trainer, ("RewardTrainer",)):
+    if not loss_besides_model(trainer) or _is_of_trl(trainer, ("RewardTrainer",)):
         compiling.compile(trainer.model, dynamic=dynamic, **options)
         return "the model; where it returns a loss, training does not keep its logits"
     return _compile_loss(trainer, compiled)
@@ -100,13 +100,6 @@ def _compile_loss(trainer: Any, compiled: Any) -> str:
 
     trainer.compute_loss = compute_loss
     return "compute_loss: the model together with the loss that is computed from its outputs"
-
-
-def _reads_the_models_loss(trainer: Any) -> bool:
-    """Whether ``compute_loss`` is transformers' own and returns the loss of the model's outputs."""
-    others = (kind for kind in type(trainer).__mro__ if kind.__module__ != "transformers.trainer")
-    own = any("compute_loss" in vars(kind) for kind in others)
-    return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
 
 
 def _calls_fused_head(trainer: Any) -> bool:

@@ -46,7 +46,6 @@ from mstpass.partition.reconstruct.rewrite_joint import (
     rewrite,
 )
 from mstpass.partition.reconstruct.rules import EXACT, TOLERANT, Inverse, inverses_of
-from mstpass.passes.facts import ALWAYS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import Reconstructed
 from mstpass.problem.problem import CutProblem, Plan, Value, with_needs
@@ -91,7 +90,7 @@ def reconstruct(
     return rewritten.joint, dataclasses.replace(rewritten, done=done)
 
 
-RECONSTRUCT = Pass("reconstruct", reconstruct, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
+RECONSTRUCT = Pass("reconstruct", reconstruct)
 
 
 def _may_be_used(joint: JointGraph, inverse: Inverse, mode: str) -> bool:
