@@ -63,12 +63,13 @@ def detect(
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
     stays as it is, and the rejections are those of the copy, which name the remaining reasons.
     """
+    how = joint, options, limit, runner, loops_in_backward, left_out
     if not may_have_blocks(joint, options, limit):
-        return _detect(joint, options, limit, runner, loops_in_backward, left_out, False)
-    found = _detect(joint, options, limit, runner, loops_in_backward, left_out, True)
+        return _detect(*how, for_blocks=False)
+    found = _detect(*how, for_blocks=True)
     if any(plan.kind == BLOCK for c in found.candidates for _, plan in c.plans):
         return found
-    other = _detect(joint, options, limit, runner, loops_in_backward, left_out, False)
+    other = _detect(*how, for_blocks=False)
     refused = (*other.rejections, *found.rejections)
     return dataclasses.replace(other, rejections=tuple(dict.fromkeys(refused)))
 

@@ -85,11 +85,11 @@ class Region:
     source: str
     num_tokens: int
     width: int
-    fused: bool
     members: tuple[tuple[str, Spec | None], ...]
     outputs: tuple[str, ...]
     backward: frozenset[str]
-    unit: str | None
+    fused: bool = False
+    unit: str | None = None
     prelude: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     note: str = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from mstpass.graph.buffer_ops import counter
 from mstpass.graph.loop_op import MAX, STACK, SUM, mst_loop, run_eagerly
 from mstpass.graph.own_ops import REALIZE
 from mstpass.loops.lowering import lower_loops
-from mstpass.loops.while_loop_step import fixed_step
+from mstpass.loops.while_loop_step import LoopCall
 from mstpass.options import Options
 from mstpass.torch_internals import aot_autograd
 from tests.checks import compiled, joint_graph
@@ -60,11 +59,9 @@ def test_rows_in_the_overlap_are_the_last_chunk_s(chunk: int) -> None:
     stacked, summed, largest = run_eagerly(body, num_chunks, chunk, 31, specs, (x,), ())
     torch.testing.assert_close(summed, stacked.sum(0))
     torch.testing.assert_close(largest, stacked.amax(0))
-    seen: list[torch.Tensor] = []
-    call: Any = SimpleNamespace(run=lambda operands, start, rows, after: seen.extend(after) or ())
-    _, step = fixed_step(call, num_chunks, chunk, 31)
-    for i in range(num_chunks):
-        step(torch.tensor(i), x)
+    body_module = torch.fx.GraphModule({}, torch.fx.Graph())
+    call = LoopCall(body_module, specs, 1, 0, (), num_chunks, chunk, 31)
+    seen = [valid for i in range(num_chunks) for valid in call._fixed_chunk(i, (x,))[-1]]
     masks = [valid for _, _, _, (valid,) in loop_op._chunks(num_chunks, chunk, 31, x.device)]
     assert all(map(torch.equal, seen, masks)) and len(seen) == len(masks)
 

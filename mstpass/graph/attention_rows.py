@@ -56,6 +56,10 @@ class _Block(NamedTuple):
     end: int
     causal: bool = False
 
+    def of(self, x: Tensor) -> Tensor:
+        """These keys, or their values."""
+        return x[:, :, self.first : self.end]
+
 
 class _How(NamedTuple):
     """Which rows the queries are, and which keys they see: arguments of each op, in their order."""
@@ -137,7 +141,7 @@ def _attend_rows(
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
+    k, v = block.of(key), block.of(value)
     if block.causal:
         return attend_block(q, k, v, True, scale)
     out, log_sum = attend_block(_folded(q, k.shape[1]), k, v, False, scale)
@@ -175,10 +179,9 @@ def _add_backward(
     for rows in _rows_of_sequences(how.start, query.shape[2], how.length, counted):
         own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
         k, v = key[own], value[own]
-        grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
-        log_sum, of_query = logsumexp[:, :, here], None
+        of_rows, of_query = [x[:, :, here] for x in (grad_out, query, out, logsumexp)], None
         for block in _blocks(rows, key.shape[2], how.causal, most):
-            of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, how.scale)
+            of_q, of_k, of_v = _gradients(block, how.scale, k, v, *of_rows)
             if here.start >= counted:
                 of_key[own, :, block.first : block.end] += of_k
                 of_value[own, :, block.first : block.end] += of_v
@@ -190,22 +193,21 @@ def _add_backward(
 
 
 def _gradients(
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block: _Block,
-    scale: float,
+    block: _Block, scale: float, key: Tensor, value: Tensor, *of_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
+    """The gradients of a block of keys.
+
+    Args:
+        of_rows: the result's gradient, the queries, the result and the log-sums.
+    """
+    k, v = block.of(key), block.of(value)
     if block.causal:
+        grad, q, out, log_sum = of_rows
         # the kernels read the log-sums of all rows in one run
         return gradients_of_block(grad, q, k, v, out, log_sum.contiguous(), True, scale)
-    grad, folded, out, log_sum = (_folded(x, k.shape[1]) for x in (grad, q, out, log_sum))
-    of_q, of_k, of_v = gradients_of_block(grad, folded, k, v, out, log_sum, False, scale)
-    return of_q.reshape(q.shape), of_k, of_v
+    grad, q, out, log_sum = (_folded(x, k.shape[1]) for x in of_rows)
+    of_q, of_k, of_v = gradients_of_block(grad, q, k, v, out, log_sum, False, scale)
+    return of_q.reshape(of_rows[1].shape), of_k, of_v
 
 
 def _like_rows(query: Tensor, features: int) -> Tensor:

@@ -47,8 +47,7 @@ from collections.abc import Mapping, Sequence, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.advice import DIVIDING_CHUNKS
-from mstpass.graph.attention import is_attention, mask_of, shares_keys
+from mstpass.graph.attention import is_attention, shares_keys
 from mstpass.graph.axes import HEADS, TOKENS
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import WHOLE, Spec
@@ -60,6 +59,7 @@ from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
 from mstpass.regions.attention import detect_attention
+from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.regions.blocks import detect_blocks
 from mstpass.regions.detect import find_regions, region_along_features, under_a_budget
 from mstpass.regions.masked_attention import detect_masked_attention
@@ -286,52 +286,44 @@ def block_candidates(
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of every block, and what was refused. Changes nothing."""
     blocks, rejections = detect_blocks(joint, find_regions(joint)[0])
-    candidates = []
-    for block in blocks:
-        planner = RegionPlanner(joint, block, options)
-        plans, refused = _plans(planner, {length: length for length in (USUAL, SHORT)}, True)
-        rejections += refused
+    candidates, refused = _with_attention(joint, blocks, options)
+    return candidates, [*dict.fromkeys((*rejections, *refused))]
+
+
+def _with_attention(
+    joint: JointGraph, regions: Sequence[Region], options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The plans in which attention's results are kept, and those in which they are not."""
+    found, refused = list[RegionCandidates](), list[Rejection]()
+    for region, planner in planners_of(joint, regions, options).items():
+        members = (joint.by_name[name] for name, _ in region.members)
+        products = frozenset(node.name for node in members if ops.is_matmul(node))
+        plans: dict[Mode, ChunkPlan] = {}
+        for mode, (text, length) in itertools.product((SAVE, RECOMPUTE), _lengths(region).items()):
+            plan = planner.plan(mode, products, length)
+            if isinstance(plan, Rejection):
+                refused.append(plan)
+            elif plan not in plans.values():
+                plans[Mode(plan.mode, wide=region.kind == BLOCK, chunks=text)] = plan
         if plans:
-            optional = not block.unbounded
-            candidates.append(candidates_of(planner, plans, optional, optional))
-    return candidates, [*dict.fromkeys(rejections)]
+            optional = not region.unbounded
+            found.append(candidates_of(planner, plans, optional, optional))
+    return found, refused
 
 
-def _plans(
-    planner: RegionPlanner, lengths: Mapping[str, str | int], wide: bool = False
-) -> tuple[dict[Mode, ChunkPlan], list[Rejection]]:
-    """The plans in which attention's results are kept, and those in which they are not.
-
-    Args:
-        lengths: of chunks, or their number, each with what the mode says of it.
-    """
-    members = (planner.joint.by_name[name] for name, _ in planner.region.members)
-    products = frozenset(node.name for node in members if ops.is_matmul(node))
-    plans: dict[Mode, ChunkPlan] = {}
-    refused = []
-    for mode, (text, length) in itertools.product((SAVE, RECOMPUTE), lengths.items()):
-        plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
-        if isinstance(plan, Rejection):
-            refused.append(plan)
-        elif plan not in plans.values():
-            plans[Mode(plan.mode, wide=wide, chunks=text)] = plan
-    return plans, refused
-
-
-def _with_equal_chunks(
-    planner: RegionPlanner, plan: ChunkPlan | Rejection
-) -> ChunkPlan | Rejection:
-    """The plan of a block, unless attention with a mask would have rows in two chunks.
-
-    Its kernels would add up the gradients of keys and values by such rows twice.
-    """
-    if isinstance(plan, Rejection) or plan.symbolic or plan.num_tokens % plan.chunk_tokens == 0:
-        return plan
-    if all(mask_of(planner.joint.by_name[name]) is None for name, _ in plan.members):
-        return plan
-    what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
-    reason = DIVIDING_CHUNKS(f"{what}, which attention with a mask needs")
-    return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
+def _lengths(region: Region) -> dict[str, str | int]:
+    """The lengths of chunks that are offered, or their numbers, each as the mode says it."""
+    if region.kind == BLOCK:
+        return {USUAL: USUAL, SHORT: SHORT}
+    total = region.num_tokens
+    if region.axis == HEADS:
+        groups = [count for count in _GROUPS if total % count == 0] or [total]
+        return {f"{count} groups": count for count in groups}
+    # chunks of rows, all of one length, which is of whole blocks of the kernels
+    divisors = [n for n in range(_BLOCK, total // 2 + 1, _BLOCK) if total % n == 0]
+    lengths = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
+    chunks = sorted(total // length for length in lengths if length is not None)
+    return {f"{count} chunks of {region.axis}": count for count in chunks}
 
 
 def _with_blocks(
@@ -367,33 +359,16 @@ def attention_candidates(
     regions, rejections = detect_attention(joint, taken)
     masked, of_masks = detect_masked_attention(joint, taken)
     candidates: list[RegionCandidates] = []
-    rejections += of_masks
-    for region, planner in planners_of(joint, [*regions, *masked], options).items():
-        what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
-        plans, refused = _plans(planner, {f"{count} {what}": count for count in _counts(region)})
-        rejections += refused
-        if not plans:
-            continue
-        found = candidates_of(planner, plans, optional=True, whole_first=True)
+    each, refused = _with_attention(joint, [*regions, *masked], options)
+    for found in each:
         others = [c for c in candidates if _share_attention(joint, c, found)]
         if not others:
             candidates.append(found)
         elif others[0].plans[0][1].bytes_before < found.plans[0][1].bytes_before:
             candidates[candidates.index(others[0])] = found
-    return candidates, rejections
+    return candidates, [*rejections, *of_masks, *refused]
 
 
 def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:
     """Whether two regions hold the same attention."""
     return any(is_attention(joint.by_name[name]) for name in a.members.keys() & b.members.keys())
-
-
-def _counts(region: Region) -> list[int]:
-    """The numbers of groups of heads; or of chunks of rows, all of one length, which is of whole
-    blocks of the kernels."""
-    total = region.num_tokens
-    if region.axis == HEADS:
-        return [count for count in _GROUPS if total % count == 0] or [total]
-    divisors = [n for n in range(_BLOCK, total // 2 + 1, _BLOCK) if total % n == 0]
-    lengths = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
-    return sorted(total // length for length in lengths if length is not None)

@@ -34,14 +34,15 @@ from __future__ import annotations
 
 import math
 
-from mstpass.graph.advice import MORE_ROWS, SMALLER_CHUNKS
+from mstpass.graph.advice import DIVIDING_CHUNKS, MORE_ROWS, SMALLER_CHUNKS
+from mstpass.graph.attention import mask_of
 from mstpass.graph.axes import FEATURES, QUERIES
 from mstpass.graph.device_costs import GOOD, Costs
 from mstpass.graph.joint import nbytes
 from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.region_facts import RegionFacts, members_of
 from mstpass.loops.region_loops import RegionLoops
 from mstpass.loops.sections import Sections
 from mstpass.options import Options
@@ -68,144 +69,137 @@ _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, r
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
-def chunks_of(
-    facts: RegionFacts,
-    loops: RegionLoops,
-    sections: Sections | None,
-    options: Options,
-    length: str | int,
-) -> Chunks | Refusal:
-    """The chunks of a region's loops, or why there are no two of them.
+class ChunkLengths:
+    """The lengths of chunks of one region's loops."""
 
-    Args:
-        sections: the backward loop of mixed mode.
-        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
-            ``SHORTEST``, as short as before sections. A number of equal chunks is given as it is.
-    """
-    region = facts.region
-    axis, total = region.axis, region.num_tokens
-    if isinstance(length, int):
-        return Chunks(axis, total, total // length, length)
-    if axis == FEATURES:
-        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
-        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
-        bytes_of = loops.buffered_bytes, loops.stacked_bytes
-        work = facts.work_of(loops.loops)
-        return _sections(facts, options, tokens, work, total, *bytes_of, length == SHORT)
-    tokens_of_chunk = _chunk_length(facts, loops, sections, options, length)
-    if isinstance(tokens_of_chunk, Refusal):
-        return tokens_of_chunk
-    count = math.ceil(total / tokens_of_chunk)
-    return Chunks(axis, total, tokens_of_chunk, count, region.symbolic)
+    def __init__(self, facts: RegionFacts, options: Options):
+        self.facts, self.given, self.costs = facts, options.chunk_tokens, facts.costs
 
+    def of_tokens(
+        self, loops: RegionLoops, sections: Sections | None, length: str | int
+    ) -> Chunks | Refusal:
+        """The chunks of a region's loops, or why there are no two of them.
 
-def _chunk_length(
-    facts: RegionFacts,
-    loops: RegionLoops,
-    sections: Sections | None,
-    options: Options,
-    length: str,
-) -> int | Refusal:
-    """Tokens in a chunk."""
-    tokens, unbounded = facts.region.num_tokens, facts.region.unbounded
-    given = options.chunk_tokens
-    if given is not None:
-        if given >= tokens and not unbounded:
-            reason = f"{tokens} tokens fit in one chunk of chunk_tokens={given}"
-            return Refusal(SMALLER_CHUNKS(reason))
-        if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
-            return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
-        return given
-    costs, work = facts.costs, facts.work_of(loops.loops)
-    if unbounded:
-        work = work.over(max(tokens, _MANY_TOKENS))
-    fewest = costs.least_rows_of_products(work, costs.tolerable)
-    good = max(fewest, costs.least_rows(work, GOOD))
-    share = _BUFFERED_SHARE
-    if length == SHORT:
-        good, share = fewest, 0.0 if facts.region.axis == QUERIES else share / 2
-    if unbounded and tokens < 2 * good:
-        return good  # this batch is too short to choose by; a later one may be long
-    if tokens < 2 * fewest:
-        reason = (
-            f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
-            f"slow down matrix products on {facts.device.type}"
-        )
-        return Refusal(MORE_ROWS(reason))
-    if length == FEW:
-        return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
-    wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))
-    num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
-    if unbounded:
-        return _rows(tokens, num_chunks, costs.grain)
-    if sections is not None or length == SHORTEST:
-        most = max(2, tokens // costs.least_rows(work, _OVER_TOKENS[length]))
-        wanted = most if sections is None else _chunks_below_backward(loops, sections)
-        return _fastest_chunks(min(wanted, most), most, work, costs)
-    if length == LONG:
-        return _long_chunks(num_chunks, work, costs)
-    return _equal_chunks(num_chunks, work, costs, fewest)
+        Args:
+            sections: the backward loop of mixed mode.
+            length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``;
+                or ``SHORTEST``, as short as before sections. A number of equal chunks is given as
+                it is.
+        """
+        region = self.facts.region
+        axis, total = region.axis, region.num_tokens
+        if isinstance(length, int):
+            return Chunks(axis, total, total // length, length)
+        work = self.facts.work_of(loops.loops)
+        if axis == FEATURES:
+            specs = self.facts.specs
+            widest = next(n for n, spec in specs.items() if spec and self.facts.is_widest(n))
+            tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
+            bytes_of = loops.buffered_bytes, loops.stacked_bytes
+            return self._sections(tokens, work, total, *bytes_of, length)
+        tokens_of_chunk = self._chunk_length(work, loops, sections, length)
+        if isinstance(tokens_of_chunk, Refusal):
+            return tokens_of_chunk
+        if not region.symbolic and total % tokens_of_chunk and any(map(mask_of, self.facts.specs)):
+            # its kernels would add up the gradients of keys and values by rows in two chunks twice
+            what = f"{total} tokens do not divide into chunks of {tokens_of_chunk} queries"
+            return Refusal(DIVIDING_CHUNKS(f"{what}, which attention with a mask needs"))
+        count = math.ceil(total / tokens_of_chunk)
+        return Chunks(axis, total, tokens_of_chunk, count, region.symbolic)
 
+    def _chunk_length(
+        self, work: LoopWork, loops: RegionLoops, sections: Sections | None, length: str
+    ) -> int | Refusal:
+        """Tokens in a chunk."""
+        region, given, costs = self.facts.region, self.given, self.costs
+        tokens, unbounded = region.num_tokens, region.unbounded
+        if given is not None:
+            if given >= tokens and not unbounded:
+                reason = f"{tokens} tokens fit in one chunk of chunk_tokens={given}"
+                return Refusal(SMALLER_CHUNKS(reason))
+            count = math.ceil(tokens / given)
+            if length == FEW and count > MOST_CHUNKS_IN_16_BITS:
+                return Refusal(f"{count} chunks are too many for sums in 16 bits")
+            return given
+        if unbounded:
+            work = work.over(max(tokens, _MANY_TOKENS))
+        fewest = costs.least_rows_of_products(work, costs.tolerable)
+        good = max(fewest, costs.least_rows(work, GOOD))
+        share = _BUFFERED_SHARE
+        if length == SHORT:
+            good, share = fewest, 0.0 if region.axis == QUERIES else share / 2
+        if unbounded and tokens < 2 * good:
+            return good  # this batch is too short to choose by; a later one may be long
+        if tokens < 2 * fewest:
+            reason = (
+                f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
+                f"slow down matrix products on {self.facts.device.type}"
+            )
+            return Refusal(MORE_ROWS(reason))
+        if length == FEW:
+            return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
+        wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))
+        num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
+        if unbounded:
+            return _rows(tokens, num_chunks, costs.grain)
+        if sections is not None or length == SHORTEST:
+            most = max(2, tokens // costs.least_rows(work, _OVER_TOKENS[length]))
+            wanted = most if sections is None else _chunks_below_backward(loops, sections)
+            return _fastest_chunks(min(wanted, most), most, work, costs)
+        if length == LONG:
+            return _long_chunks(num_chunks, work, costs)
+        return _equal_chunks(num_chunks, work, costs, fewest)
 
-def chunks_of_sections(
-    facts: RegionFacts, sections: Sections, options: Options, may_be_short: bool
-) -> Chunks | Refusal:
-    """The sections of the backward loop of mixed mode.
+    def of_sections(self, sections: Sections, length: str | int) -> Chunks | Refusal:
+        """The sections of the backward loop of mixed mode."""
+        facts, total = self.facts, sections.count
+        members = members_of(facts.joint, sections.loop)
+        work = loop_work(facts.joint, members, FEATURES, total)
+        wide_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n))
+        kept_bytes = sum(map(nbytes, sections.gradients))
+        tokens = facts.region.num_tokens
+        return self._sections(tokens, work, total, wide_bytes, kept_bytes, length)
 
-    Args:
-        may_be_short: they are shorter if that saves memory that counts.
-    """
-    joint, total, loop = facts.joint, sections.count, sections.loop
-    members = {joint.by_name[n]: spec for n, spec in zip(loop.members, loop.specs, strict=True)}
-    work = loop_work(joint, members, FEATURES, total)
-    wide_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n))
-    kept_bytes = sum(map(nbytes, sections.gradients))
-    tokens = facts.region.num_tokens
-    return _sections(facts, options, tokens, work, total, wide_bytes, kept_bytes, may_be_short)
+    def _sections(
+        self,
+        tokens: int,
+        work: LoopWork,
+        total: int,
+        wide_bytes: int,
+        kept_bytes: int,
+        length: str | int,
+    ) -> Chunks | Refusal:
+        """Sections of ``total`` features: the fewest in one that take a tolerable time; or, if
+        ``chunk_tokens`` is given, as many as have the elements of these in all features.
 
+        Args:
+            wide_bytes: size of the values of all sections.
+            kept_bytes: size of what exists beside a section in any case.
+            length: if ``SHORT``, they are shorter if that saves memory that counts.
+        """
+        if self.given is not None:
+            features = math.ceil(total / math.ceil(tokens / self.given))
+            return _of_features(total, features)
+        one_piece_us, per_feature = self.costs.whole_us(work), work.tokens // total
+        times_us = {
+            n: self.costs.loop_us(work, n * per_feature) for n in range(_BLOCK, total, _BLOCK)
+        }
 
-def _sections(
-    facts: RegionFacts,
-    options: Options,
-    tokens: int,
-    work: LoopWork,
-    total: int,
-    wide_bytes: int,
-    kept_bytes: int,
-    may_be_short: bool,
-) -> Chunks | Refusal:
-    """Sections of ``total`` features: the fewest in one that take a tolerable time; or, if
-    ``chunk_tokens`` is given, as many as have the elements of these in all features.
+        def shortest(limit: float) -> int:
+            fewest = next((n for n, us in times_us.items() if us <= limit * one_piece_us), total)
+            return min(
+                (n for n in times_us if fewest <= n <= _LONGER * fewest),
+                key=times_us.__getitem__,
+                default=total,
+            )
 
-    Args:
-        wide_bytes: size of the values of all sections.
-        kept_bytes: size of what exists beside a section in any case.
-    """
-    if options.chunk_tokens is not None:
-        features = math.ceil(total / math.ceil(tokens / options.chunk_tokens))
+        features = shortest(_SECTIONS[USUAL])
+        if length == SHORT:
+            shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
+            saved_bytes = feature_bytes * (features - shorter)
+            if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
+                features = shorter
         return _of_features(total, features)
-    costs, per_feature = facts.costs, work.tokens // total
-    one_piece_us = costs.whole_us(work)
-
-    def loop_us(features: int) -> float:
-        return costs.loop_us(work, features * per_feature)
-
-    def shortest(limit: float) -> int:
-        times_us = {n: loop_us(n) for n in range(_BLOCK, total, _BLOCK)}
-        fewest = next((n for n, us in times_us.items() if us <= limit * one_piece_us), total)
-        return min(
-            (n for n in times_us if fewest <= n <= _LONGER * fewest),
-            key=times_us.__getitem__,
-            default=total,
-        )
-
-    features = shortest(_SECTIONS[USUAL])
-    if may_be_short:
-        shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
-        saved_bytes = feature_bytes * (features - shorter)
-        if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
-            features = shorter
-    return _of_features(total, features)
 
 
 def _of_features(total: int, length: int) -> Chunks | Refusal:

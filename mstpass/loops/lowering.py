@@ -22,10 +22,9 @@ Two facts about Inductor that this file depends on:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -46,8 +45,9 @@ from mstpass.graph.loop_op import (
     rows_on_host,
 )
 from mstpass.graph.own_ops import REALIZE
-from mstpass.graph.sizes import Size, expression, is_size, symbols_of
-from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
+from mstpass.graph.sizes import expression, is_size, symbols_of
+from mstpass.loops.operand_layout import layout_of
+from mstpass.loops.while_loop_step import LoopCall
 from mstpass.torch_internals.fake_tensors import first_expression, renamed
 from mstpass.torch_internals.inductor import select_decomp_table, write_to_memory
 
@@ -86,34 +86,32 @@ class _Lowering:
     def lower(self, call: fx.Node) -> None:
         args: Any = call.args
         body, *sizes, specs, sliced, whole = args
+        on_host = tuple(n for n, node in enumerate(sliced) if rows_on_host(node))
+        loop_call = LoopCall(
+            getattr(self.root, body.target), tuple(specs), len(sliced), len(whole), on_host, *sizes
+        )
         with self.graph.inserting_before(call):
-            over = {overwritten(kind): position for position, (kind, _, _) in enumerate(specs)}
-            on_host = tuple(n for n, node in enumerate(sliced) if rows_on_host(node))
             sliced = tuple(
                 self._on_host(node)
                 if n in on_host
                 else self._written(
-                    self._own(call, node) if n in over else self._at_offset_zero(node)
+                    self._at_offset_zero(node, call if n in loop_call.over else None)
                 )
                 for n, node in enumerate(sliced)
             )
             whole = tuple(map(self._written, whole))
             call.args = (body, *sizes, specs, sliced, whole)
-            loop_call = LoopCall(
-                getattr(self.root, body.target), tuple(specs), len(sliced), len(whole), on_host
-            )
             device = call.meta["val"][0].device
-            has_chunks = sizes[0] is not None  # a batch of any length may have no tokens
             # Before the buffers: on the CPU, Inductor writes out the kernels so far where a call
             # stands. What these read is freed then, and the buffers are allocated after that.
             zero = self.builder.call(counter, 0)
             buffers = [
-                self._buffer(spec, device, loop_call.starts_empty(position, has_chunks))
+                self._buffer(spec, device, loop_call.starts_empty(position))
                 if (n := overwritten(spec[0])) is None
                 else sliced[n]
                 for position, spec in enumerate(specs)
             ]
-            sliced = tuple(node for n, node in enumerate(sliced) if n not in over)
+            sliced = tuple(node for n, node in enumerate(sliced) if n not in loop_call.over)
             extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
             names = self._subgraphs(call, loop_call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)
@@ -123,12 +121,8 @@ class _Lowering:
             loop.meta["val"] = (zero.meta["val"], *call.meta["val"])  # as its items have them
             self._read_counter_after(loop)
         for user in list(call.users):
-            with self.graph.inserting_before(user):
-                item = self.graph.call_function(user.target, (loop, user.args[1] + 1))  # type: ignore[operator, arg-type]
-            item.meta = dict(user.meta)
-            user.replace_all_uses_with(item)
-            self.graph.erase_node(user)
-            self._copy_before_writes(item)
+            user.args = (loop, user.args[1] + 1)  # type: ignore[operator]
+            self._copy_before_writes(user)
         self.graph.erase_node(call)
 
     def _read_counter_after(self, loop: fx.Node) -> None:
@@ -172,24 +166,20 @@ class _Lowering:
             found = self.builder.call(view.target, found, *view.args[1:], **view.kwargs)
         return found
 
-    def _at_offset_zero(self, node: fx.Node) -> fx.Node:
+    def _at_offset_zero(self, node: fx.Node, writer: fx.Node | None) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.
 
         Inductor counts the offset of ``as_strided`` on a subgraph's input from the start of the
         storage, in old versions from the start of the input. At offset zero both agree.
+
+        Args:
+            writer: a loop that writes over it, and has a copy unless it is the last to read it.
         """
-        if expression(node.meta["val"].storage_offset()) == 0:
+        is_free = writer is None or is_last_reader(writer, node)
+        if is_free and expression(node.meta["val"].storage_offset()) == 0:
             return node
-        return self._copied(node)
-
-    def _own(self, call: fx.Node, node: fx.Node) -> fx.Node:
-        """The value, if the loop may write over it; else a copy."""
-        if is_last_reader(call, node) and expression(node.meta["val"].storage_offset()) == 0:
-            return node
-        return self._copied(node)
-
-    def _copied(self, node: fx.Node) -> fx.Node:
-        return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        contiguous = torch.contiguous_format
+        return self.builder.call(aten.clone.default, node, memory_format=contiguous)
 
     def _written(self, node: fx.Node) -> fx.Node:
         """The operand, written to memory before the loop's buffers are allocated.
@@ -207,13 +197,11 @@ class _Lowering:
     def _buffer(self, spec: OutputSpec, device: torch.device, is_empty: bool) -> fx.Node:
         """What an output is written into; it holds nothing if the first chunk overwrites it."""
         kind, shape, dtype = spec
+        of_value: dict[str, Any] = {"dtype": dtype, "device": device}
         if is_empty:
-            return self.builder.call(
-                aten.empty.memory_format, list(shape), dtype=dtype, device=device
-            )
-        return self.builder.call(
-            aten.full.default, list(shape), initial(kind, dtype), dtype=dtype, device=device
-        )
+            return self.builder.call(aten.empty.memory_format, list(shape), **of_value)
+        first = initial(kind, dtype)
+        return self.builder.call(aten.full.default, list(shape), first, **of_value)
 
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Nodes that hold the symbols in the operands' sizes and strides.
@@ -225,7 +213,9 @@ class _Lowering:
         inputs = self.graph.find_nodes(op="placeholder")
         found = [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
         symbols -= {first_expression(n.meta["val"]) for n in found}
-        for node, dim, size in _dims([*inputs, *operands]):
+        tensors = [node for node in (*inputs, *operands) if value_of(node) is not None]
+        for node, dim in ((n, dim) for n in tensors for dim in range(n.meta["val"].dim())):
+            size = expression(node.meta["val"].shape[dim])
             if size in symbols:
                 symbols.remove(size)
                 held = self.builder.call(aten.sym_size.int, node, dim)
@@ -238,16 +228,11 @@ class _Lowering:
     ) -> tuple[str, str]:
         """The names of the condition and the step; equal ones are traced and compiled once."""
         args: Any = call.args
-        body, num_chunks, chunk_tokens, num_tokens, specs, *_ = args
         values = [n.meta["val"] for n in operands]
-        layouts = tuple(map(_layout, values))
-        sizes = (num_chunks, chunk_tokens, str(num_tokens))
-        key = (body.target, *sizes, tuple(specs), layouts, loop.on_host)
+        layouts = tuple(map(layout_of, values))
+        sizes = (loop.num_chunks, loop.chunk_tokens, str(loop.num_tokens))
+        key = (args[0].target, *sizes, loop.specs, layouts, loop.on_host)
         if key not in self.traced:
-            if num_chunks is None:
-                cond, step = fitted_step(loop, chunk_tokens)
-            else:
-                cond, step = fixed_step(loop, num_chunks, chunk_tokens, num_tokens)
             table = select_decomp_table()
             with self.builder.mode:
                 traced = [
@@ -255,7 +240,7 @@ class _Lowering:
                     make_fx(fn, decomposition_table=table)(
                         torch.empty([], dtype=torch.int64), *values[1:]
                     )
-                    for fn in (cond, step)
+                    for fn in (loop.cond, loop.step)
                 ]
             number = len(self.traced)
             names = (f"{CONDITION}{number}", f"mst_step_{number}")
@@ -263,17 +248,3 @@ class _Lowering:
                 setattr(self.root, name, module)
             self.traced[key] = names
         return self.traced[key]
-
-
-def _dims(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int, sympy.Expr]]:
-    """Each dim of each tensor, and its size."""
-    for node in nodes:
-        value = value_of(node)
-        for dim, size in enumerate(() if value is None else value.shape):
-            yield node, dim, expression(size)
-
-
-def _layout(value: torch.Tensor | Size) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, str(value.shape), str(value.stride()), value.device
-    return str(value)

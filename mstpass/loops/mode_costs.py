@@ -31,6 +31,7 @@ from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.loops.plan_region import renamed_plan
+from mstpass.loops.region_facts import members_of
 from mstpass.loops.write_loop import inputs_of
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
@@ -182,23 +183,18 @@ class _Loops:
         return self.chunks[key]
 
     def _time_us(self, loop: LoopPlan) -> float:
+        """The time of all chunks; attention's is that of groups of heads, or of queries."""
         chunks = loop.cut
-        pairs = zip(loop.members, loop.specs, strict=True)
-        members = {self.joint.by_name[name]: spec for name, spec in pairs}
-        device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
+        members = members_of(self.joint, loop)
+        costs = costs_of(next(v.device for n in members for v in tensors_of(n.meta["val"])))
         work = loop_work(self.joint, members, chunks.axis, chunks.total, loop.least_sum_bytes)
-        rows = work.tokens // chunks.total * chunks.length
-        attention_us = sum(self._group_us(n, chunks.count) for n in members)
-        return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
-
-    def _group_us(self, node: fx.Node, num_groups: int) -> float:
-        """The time of attention for one group of heads, or of queries; 0 for other nodes."""
-        work = attention_work(node)
-        if work is None:
-            return 0.0
-        moved = moved_bytes(self.joint, node) / num_groups
-        device = next(value.device for value in tensors_of(node.meta["val"]))
-        return costs_of(device).attention_us(work.of_group(num_groups), moved)
+        us = costs.loop_us(work, work.tokens // chunks.total * chunks.length)
+        for node in members:
+            if attention := attention_work(node):
+                moved = moved_bytes(self.joint, node) / chunks.count
+                group = attention.of_group(chunks.count)
+                us += chunks.count * costs.attention_us(group, moved)
+        return us
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput) -> LoopResult:

@@ -27,6 +27,13 @@ def is_literal(node: fx.Node) -> bool:
     return is_scalar or node.target is aten.scalar_tensor.default
 
 
+def layout_of(value: torch.Tensor | Size) -> object:
+    """What tells whether code for one operand is code for another one."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, str(value.shape), str(value.stride()), value.device
+    return str(value)
+
+
 def is_copied(value: torch.Tensor, spec: Spec) -> bool:
     """Whether no view of the value is ``[N, rest]``, where N counts tokens."""
     layout = TOKEN_AXIS.rows(value.shape, spec)

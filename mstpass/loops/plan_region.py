@@ -26,13 +26,7 @@ from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import total_flops
 from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import (
-    FEW,
-    SHORT,
-    USUAL,
-    chunks_of,
-    chunks_of_sections,
-)
+from mstpass.loops.chunk_length import FEW, USUAL, ChunkLengths
 from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
@@ -95,7 +89,7 @@ class RegionPlanner:
         Args:
             mode: the mode asked for; the plan's may differ, see ``region_loops``.
             may_recompute: names of matmuls that backward may compute again in save mode.
-            length: of the chunks, as in ``chunks_of``; with ``FEW``, sums are in 16 bits.
+            length: of the chunks (chunk_length.py); with ``FEW``, sums are in 16 bits.
         """
         key = mode, may_recompute, length
         if key not in self._plans:
@@ -133,7 +127,8 @@ class RegionPlanner:
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             reason = "a loop would read constants only, and nothing with tokens"
             return Refusal(EQUAL_TOKENS(reason))
-        of_tokens: Chunks | Refusal | None = chunks_of(facts, loops, sections, self.options, length)
+        lengths = ChunkLengths(facts, self.options)
+        of_tokens: Chunks | Refusal | None = lengths.of_tokens(loops, sections, length)
         if isinstance(of_tokens, Refusal):
             if sections is None:
                 return of_tokens
@@ -143,7 +138,7 @@ class RegionPlanner:
                 return sections
         in_chunks = [dataclasses.replace(loop, chunks=of_tokens) for loop in loops.loops]
         if sections is not None:
-            of_sections = chunks_of_sections(facts, sections, self.options, length == SHORT)
+            of_sections = lengths.of_sections(sections, length)
             if isinstance(of_sections, Refusal):
                 return of_sections
             how: dict[str, Any] = {"accumulate": accumulate, "chunks": of_sections}

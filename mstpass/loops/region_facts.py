@@ -11,7 +11,7 @@ Terms:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,8 +34,6 @@ from mstpass.regions.masked_attention import KIND as MASKED
 from mstpass.walk import walk_once
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-Members = Mapping[fx.Node, Spec | None]
-Reads = Callable[[fx.Node], Mapping[fx.Node, Spec | None]]  # a member -> how it reads operands
 
 
 def loop_plan(
@@ -59,6 +57,12 @@ def loop_plan(
     )
 
 
+def members_of(joint: JointGraph, loop: LoopPlan) -> dict[fx.Node, Spec | None]:
+    """What a loop computes, with its specs."""
+    pairs = zip(loop.members, loop.specs, strict=True)
+    return {joint.by_name[name]: spec for name, spec in pairs}
+
+
 class RegionFacts:
     """One region with the nodes that its names stand for.
 
@@ -69,6 +73,7 @@ class RegionFacts:
         backward: members that belong to the backward.
         exponentials: the sums of exponentials over tokens whose maximum the loop finds as well.
         rounds: which of several loops of its phase computes each member (see *rounds* below).
+        complete: the members that other members read complete.
         early: the outputs that a later round, or a collective, waits for. Where attention ends
             rounds, no loop computes what another one has: all outputs are.
         handed_on: of such a region, what a loop of the backward returns for later ones.
@@ -95,12 +100,14 @@ class RegionFacts:
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec | None]] = {}
         self._work: dict[frozenset[str], LoopWork] = {}  # by members
         self.exponentials = self._find_exponentials()
-        self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
-        self.early = early_outputs(joint, self.specs, self.operand_specs)
+        self.complete = self._complete_operands()
+        self.rounds, self.early = dict.fromkeys(self.specs, 0), set[fx.Node]()
+        if self._may_have_rounds():
+            self.rounds, self.early = self._rounds(), self._early_outputs()
         self.handed_on: set[fx.Node] = set()
         if region.axis == QUERIES:
             self.early |= set(self.outputs)
-            self.handed_on = handed_on(self.rounds, self.specs, self.operand_specs, self.backward)
+            self.handed_on = self._handed_on()
         for total, known in self.exponentials.items():  # one loop finds both
             if not self.early.isdisjoint((total, known.maximum)):
                 self.early |= {total, known.maximum}
@@ -178,6 +185,90 @@ class RegionFacts:
                 return dict(self.axis.sum_operands(node, operand, source))
         return dict.fromkeys(tensor_inputs(node))  # a sum of sums
 
+    # ---- rounds (see below) --------------------------------------------------------------------
+    def _rounds(self) -> dict[fx.Node, int]:
+        """The round of each member, from 0 on."""
+        joint, fused = self.joint, self.region.fused
+        # of members that depend on a product of the region; of others, the one that may read them
+        found: dict[fx.Node, int] = {}
+        last = max(map(joint.index.__getitem__, self.specs))
+        for node in joint.nodes[: last + 1]:
+            inside, in_backward = node in self.specs, node in joint.backward
+            if in_backward and not inside and fused:
+                continue
+            before = [
+                found[n] + (n in self.specs and (not inside or self._is_complete(n, spec)))
+                for n, spec in self._reads(node)
+                if n in found and (fused or (n in joint.backward) == in_backward)
+            ]
+            if before or (inside and (in_backward or ops.is_matmul(node))):
+                found[node] = max(before, default=0)
+        return {node: found.get(node, 0) for node in self.specs}
+
+    def _is_complete(self, member: fx.Node, read: Spec | None) -> bool:
+        """Whether it is read as all chunks give it; of a reduction, a chunk's part is not."""
+        return read is not None and read != self.specs[member]
+
+    def _reads(self, node: fx.Node) -> Iterable[tuple[fx.Node, Spec | None]]:
+        """The operands of a member, or of another node, and how they are read."""
+        if node in self.specs:
+            return self.operand_specs(node).items()
+        return [(operand, ()) for operand in node.all_input_nodes]
+
+    def _may_have_rounds(self) -> bool:
+        """Whether a collective, or what members need complete, may come between members."""
+        joint, members = self.joint, self.specs
+        if joint.cached(collectives_of) or self.complete:
+            return True
+        last, backward = max(map(joint.index.__getitem__, members)), joint.backward
+        readers = lambda node: [n for n in node.users if (n in backward) == (node in backward)]
+        outside = lambda node: [
+            n for n in readers(node) if n not in members and joint.index[n] < last
+        ]
+        between = walk_once((node for node, spec in members.items() if spec is None), outside)
+        return any(n in members for node in between if node not in members for n in readers(node))
+
+    def _complete_operands(self) -> set[fx.Node]:
+        has_attention = any(map(is_attention, self.specs))  # else what has two roles is no result
+        candidates = {n for n, spec in self.specs.items() if spec is None or has_attention}
+        readers = {user for node in candidates for user in node.users if user in self.specs}
+        return {
+            operand
+            for reader in readers
+            for operand, spec in self._reads(reader)
+            if operand in candidates and self._is_complete(operand, spec)
+        }
+
+    def _handed_on(self) -> set[fx.Node]:
+        """The members of the backward that a later round of it reads chunk by chunk.
+
+        To compute them again would be to compute attention's backward again.
+        """
+        numbers = self.rounds
+        return {
+            operand
+            for node in self.backward
+            for operand, spec in self._reads(node)
+            if operand in self.backward
+            if numbers[operand] < numbers[node] and spec == self.specs[operand]
+        }
+
+    def _early_outputs(self) -> set[fx.Node]:
+        """The members whose values are needed, outside of loops, before the last round of their
+        phase: another round of the phase or a collective waits for them."""
+        members, backward = self.specs, self.joint.backward
+        early = set(self.complete)
+        waits: set[fx.Node] = set()  # nodes outside whose values are waited for
+        for node in reversed(self.joint.nodes):
+            if any(
+                (user in members or user in waits or is_collective(user))
+                and (user in backward) == (node in backward)
+                for user in node.users
+                if node not in members or user not in members
+            ):
+                (early if node in members else waits).add(node)
+        return early
+
 
 # ---- rounds ------------------------------------------------------------------------------------
 # Which loop of a region computes what, where a loop has to end before the next one can begin.
@@ -203,122 +294,3 @@ class RegionFacts:
 #
 # The rounds of the backward are counted anew, as they follow all of the forward. Those of a fused
 # region, whose backward runs in the last round of the forward, are counted on.
-def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> dict[fx.Node, int]:
-    """The round of each member, from 0 on.
-
-    Args:
-        members: with None for values that are reduced over all tokens.
-        reads: operands and their specs; None where only a chunk's part of a reduction is read.
-    """
-    found = dict.fromkeys(members, 0)
-    if not _may_have_rounds(joint, members, reads):
-        return found
-    inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
-    outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them
-    last = max(map(joint.index.__getitem__, found), default=-1)
-    for node in joint.nodes[: last + 1]:
-        in_backward = node in joint.backward
-        if in_backward and node not in found and fused:
-            continue
-        before = []
-        for n, spec in _operands(node, members, reads):
-            if (n in joint.backward) != in_backward and not fused:
-                continue
-            if n in inside:
-                is_complete = node not in found or _is_complete(members[n], spec)
-                before.append(inside[n] + is_complete)
-            elif n in outside:
-                before.append(outside[n])
-        if node in found and (before or in_backward or ops.is_matmul(node)):
-            inside[node] = found[node] = max(before, default=0)
-        elif node not in found and before:
-            outside[node] = max(before)
-    return found
-
-
-def _is_complete(held: Spec | None, read: Spec | None) -> bool:
-    """Whether a member is read by all chunks' results; of a reduction, a chunk's part is not."""
-    return read is not None and read != held
-
-
-def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.Node, Spec | None]]:
-    if node in members:
-        return list(reads(node).items())
-    return [(operand, ()) for operand in node.all_input_nodes]
-
-
-def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
-    """Whether a collective, or what members need complete, may come between members."""
-    if joint.cached(collectives_of) or complete_operands(members, reads):
-        return True
-    last = max(map(joint.index.__getitem__, members), default=-1)
-    backward = joint.backward
-    readers = lambda node: [n for n in node.users if (n in backward) == (node in backward)]
-    outside = lambda node: [n for n in readers(node) if n not in members and joint.index[n] < last]
-    between = walk_once((node for node, spec in members.items() if spec is None), outside)
-    return any(n in members for node in between if node not in members for n in readers(node))
-
-
-def complete_operands(members: Members, reads: Reads) -> set[fx.Node]:
-    """The members that other members read complete."""
-    has_attention = any(map(is_attention, members))  # else what is read in two roles is no result
-    candidates = {n for n, spec in members.items() if spec is None or has_attention}
-    readers = {user for node in candidates for user in node.users if user in members}
-    return {
-        operand
-        for reader in readers
-        for operand, spec in reads(reader).items()
-        if operand in candidates and _is_complete(members[operand], spec)
-    }
-
-
-def handed_on(
-    numbers: Mapping[fx.Node, int], members: Members, reads: Reads, backward: Set[fx.Node]
-) -> set[fx.Node]:
-    """The members of the backward that a later round of it reads chunk by chunk.
-
-    To compute them again would be to compute attention's backward again.
-    """
-    return {
-        operand
-        for node in backward
-        for operand, spec in reads(node).items()
-        if operand in backward and numbers[operand] < numbers[node] and spec == members[operand]
-    }
-
-
-def early_outputs(joint: JointGraph, members: Members, reads: Reads) -> set[fx.Node]:
-    """The members whose values are needed, outside of loops, before the last round of their phase.
-
-    Another round of the phase or a collective waits for them.
-    """
-    if not _may_have_rounds(joint, members, reads):
-        return set()
-    early = complete_operands(members, reads)
-    waits: set[fx.Node] = set()  # nodes outside whose values are waited for
-    for node in reversed(joint.nodes):
-        in_backward = node in joint.backward
-        if any(
-            (user in members or user in waits or is_collective(user))
-            and (user in joint.backward) == in_backward
-            for user in node.users
-            if node not in members or user not in members
-        ):
-            (early if node in members else waits).add(node)
-    return early
-
-
-def outputs_by_round(
-    numbers: Mapping[fx.Node, int], outputs: list[fx.Node], early: Set[fx.Node]
-) -> list[list[fx.Node]]:
-    """The outputs of each round, without rounds that have none.
-
-    Args:
-        numbers: the rounds of the members that the loops of one phase compute.
-        early: the result of ``early_outputs``.
-    """
-    last = max(numbers.values(), default=0)
-    by_round: list[list[fx.Node]] = [[] for _ in range(last + 1)]
-    for node in outputs:
-        by_round[numbers[node] if node in early else last].append(node)
-    return [nodes for nodes in by_round if nodes]

@@ -17,7 +17,7 @@ in the loop as well, every other operand is an input of the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence, Set
 
 from torch import fx
@@ -30,7 +30,7 @@ from mstpass.graph.recompute_rules import tag_of
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.operand_layout import is_copied
-from mstpass.loops.region_facts import RegionFacts, loop_plan, outputs_by_round
+from mstpass.loops.region_facts import RegionFacts, loop_plan
 from mstpass.loops.sections import Sections
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
@@ -87,19 +87,20 @@ def region_loops(
     """
     saved: list[fx.Node] = []
     if mode == FUSED:
-        loops = _loops_in_forward(facts, facts.outputs)
+        loops = _loops(facts, "forward", facts.outputs)
     elif mode == MIXED:
         assert sections is not None, "the sections are known"
         apart = sections.gradients if facts.region.fused else facts.backward
         others = [node for node in facts.outputs if node not in apart]
-        loops = _loops_in_forward(facts, _unique(others, sections.per_token))
+        loops = _loops(facts, "forward", _unique(others, sections.per_token))
     else:
         every = frozenset(node.name for node in facts.specs)
         saved = values_to_save(facts, may_recompute if mode == SAVE else every)
         mode = SAVE if saved else RECOMPUTE
         forward = [node for node in facts.outputs if node not in facts.backward]
-        loops = _loops_in_forward(facts, _unique(forward, saved))
-        loops += _loops_in_backward(facts, saved)
+        gradients = [node for node in facts.outputs if node in facts.backward]
+        loops = _loops(facts, "forward", _unique(forward, saved))
+        loops += _loops(facts, "backward", gradients, saved)
         if facts.region.axis == QUERIES:
             loops = with_results_over_operands(facts, loops)
     buffered_bytes = max(
@@ -118,27 +119,29 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
     return sum(0 if returns_wide and facts.is_wide(node) else nbytes(node) for node in nodes)
 
 
-def _loops_in_forward(facts: RegionFacts, outputs: list[fx.Node]) -> list[LoopPlan]:
-    """The rounds that compute these outputs; the last one has gradients, of a fused region."""
-    region = facts.region
-    early = _with_free_outputs(facts, facts.early - facts.backward)
-    numbers = {n: k for n, k in facts.rounds.items() if region.fused or n not in facts.backward}
-    by_round = outputs_by_round(numbers, outputs, early)
-    loops = [_loop(facts, "forward", of_round, set()) for of_round in by_round[:-1]]
-    unit, prelude = region.unit, region.prelude
-    return loops + [_loop(facts, "forward", last, set(), unit, prelude) for last in by_round[-1:]]
+def _loops(
+    facts: RegionFacts, phase: str, outputs: Iterable[fx.Node], saved: Iterable[fx.Node] = ()
+) -> list[LoopPlan]:
+    """The rounds of a phase that compute these outputs; each reads what those before return for it.
 
-
-def _loops_in_backward(facts: RegionFacts, saved: Iterable[fx.Node]) -> list[LoopPlan]:
-    """The rounds that compute the gradients; each reads what those before return for it."""
-    numbers = {n: k for n, k in facts.rounds.items() if n in facts.backward}
-    gradients = [node for node in facts.outputs if node in facts.backward]
-    outputs = _unique(gradients, facts.joint.sorted(facts.handed_on))
+    The last one of the forward has gradients, of a fused region.
+    """
+    region, in_backward, round_of = facts.region, phase == "backward", facts.rounds
+    early: Set[fx.Node] = facts.early | facts.handed_on
+    if in_backward:
+        outputs = _unique(outputs, facts.joint.sorted(facts.handed_on))
+    else:
+        early = _with_free_outputs(facts, facts.early - facts.backward)
+    computed = (n for n in round_of if region.fused or (n in facts.backward) == in_backward)
+    last = max(map(round_of.__getitem__, computed), default=0)
+    by_round: defaultdict[int, list[fx.Node]] = defaultdict(list)
+    for node in outputs:
+        by_round[round_of[node] if node in early else last].append(node)
     loops = []
-    for of_round in outputs_by_round(numbers, outputs, facts.early | facts.handed_on):
-        number = max(map(numbers.__getitem__, of_round))
-        before = {node for node in facts.handed_on if numbers[node] < number}
-        loops.append(_loop(facts, "backward", of_round, {*saved, *before}))
+    for number, of_round in sorted(by_round.items()):
+        before = {n for n in facts.handed_on if in_backward and round_of[n] < number}
+        unit = (region.unit, region.prelude) if number == max(by_round) else ()
+        loops.append(_loop(facts, phase, of_round, {*saved, *before}, *unit))
     return loops
 
 
@@ -304,7 +307,6 @@ def _is_read_inside(facts: RegionFacts, item: LoopInput) -> bool:
 
 
 def _are_alike(facts: RegionFacts, item: LoopInput, output: LoopOutput) -> bool:
-    operand, result = (value_of(facts.joint.by_name[name]) for name in (item.node, output.node))
-    assert operand is not None and result is not None, "the operand and result are known"
+    operand, result = (facts.joint.by_name[n].meta["val"] for n in (item.node, output.node))
     of_one_dtype = output.spec == item.spec and operand.dtype == result.dtype
     return of_one_dtype and same_shape(operand.shape, result.shape)

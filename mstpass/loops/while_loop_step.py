@@ -28,7 +28,7 @@ Inductor knows only the bounds, so that nothing is specialized to one batch or o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ from mstpass.torch_internals.fake_tensors import set_hint
 
 aten = torch.ops.aten
 
-_Cond = Callable[..., Any]
-_Step = Callable[..., tuple[torch.Tensor, ...]]
+# counter, its step, first row, length, and the body's arguments before and after its tensors
+_Chunk = tuple[Any, Any, Any, Any, tuple[Size, ...], tuple[torch.Tensor, ...]]
 
 
 def _rows(tensor: torch.Tensor, start: Size, length: Size, dim: int = 0) -> torch.Tensor:
@@ -80,21 +80,74 @@ class LoopCall:
 
     Attributes:
         on_host: the sliced inputs of which a step copies the rows from the host.
+        num_chunks: None for a symbolic N; the counter is then the first row of a chunk, otherwise
+            the number of the chunk.
     """
 
     body: fx.GraphModule
     specs: tuple[OutputSpec, ...]
     num_sliced: int
     num_whole: int
-    on_host: tuple[int, ...] = ()
+    on_host: tuple[int, ...]
+    num_chunks: int | None
+    chunk_tokens: int
+    num_tokens: Any
 
-    def run(
+    def cond(self, i: torch.Tensor, *operands: torch.Tensor) -> Any:
+        """Whether there is one more chunk."""
+        fixed = self.num_chunks
+        return i.item() < (self._rows_at_hand(operands) if fixed is None else fixed)
+
+    def step(self, i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The counter and the buffers after a chunk."""
+        find = self._fitted_chunk if self.is_fitted else self._fixed_chunk
+        counted, by, *chunk = find(i.item(), operands)
+        buffers = self._run(operands, *chunk)
+        return (counter(counted + by), *buffers)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the chunks fit the batch at hand, as N is symbolic."""
+        return self.num_chunks is None
+
+    def _fixed_chunk(self, number: Any, operands: tuple[torch.Tensor, ...]) -> _Chunk:
+        """The chunk of this number, of chunks of one length."""
+        count, length = self.num_chunks, self.chunk_tokens
+        assert count is not None, "the chunks are of one length"
+        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
+        aten._assert_scalar.default(number < count, "mst_loop: chunk number out of range")
+        start = number * length
+        if count * length == self.num_tokens:
+            return number, 1, start, length, (), ()
+        last = self.num_tokens - length
+        start = torch.sym_min(start, last)
+        end = last + number // (count - 1) * length  # the last chunk has all rows
+        valid = torch.arange(length, device=operands[0].device) + start < end
+        return number, 1, start, length, (), (valid,)
+
+    def _fitted_chunk(self, start: Any, operands: tuple[torch.Tensor, ...]) -> _Chunk:
+        """The chunk that begins with this row."""
+        tokens, most = self._rows_at_hand(operands), self.chunk_tokens
+        aten._assert_scalar.default(start >= 0, "mst_loop: negative row")
+        fitted = torch.sym_min(fitted_length(most, tokens), tokens - start)
+        # As an item() of a tensor it is a new symbol, from which nothing can be derived. Inductor
+        # fuses kernels by the bytes that they share: it has to know about how large it is.
+        length: Any = counter(fitted).item()
+        set_hint(length, min(hint(tokens), fitted_length(most, hint(tokens))))
+        aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
+        aten._assert_scalar.default(length <= most, "mst_loop: chunk too long")
+        return start, length, start, length, (length,), ()
+
+    def _rows_at_hand(self, operands: tuple[torch.Tensor, ...]) -> int:
+        return self.sliced(operands)[0].shape[0]
+
+    def _run(
         self,
         operands: tuple[torch.Tensor, ...],
         start: Size,
         length: Size,
-        before: tuple[Size, ...] = (),
-        after: tuple[torch.Tensor, ...] = (),
+        before: tuple[Size, ...],
+        after: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:
         """Write the chunk's results into the buffers, and return these.
 
@@ -106,9 +159,9 @@ class LoopCall:
 
         num_buffers = len(self.specs)
         buffers = operands[:num_buffers]
-        behind = num_buffers + self.num_sliced - len(self._over)
+        behind = num_buffers + self.num_sliced - len(self.over)
         whole = operands[behind:][: self.num_whole]
-        kept = after if self._over else ()  # rows that only their first chunk writes
+        kept = after if self.over else ()  # rows that only their first chunk writes
         first = (start,) if takes_start(self.body) else ()
         env: dict[fx.Node, Any] = {}
         results = self._results(env)
@@ -129,7 +182,7 @@ class LoopCall:
 
         attention = self._adding_attention()
         chunks = self._chunks(operands, start, length)
-        for node in self._run((*before, *first, *chunks, *whole, *after), env, results):
+        for node in self._ops((*before, *first, *chunks, *whole, *after), env, results):
             positions = attention.get(node, [])
             if positions and all(result.is_ready for result in results[: min(positions)]):
                 write_until(min(positions))  # what they read is freed before attention runs
@@ -156,30 +209,34 @@ class LoopCall:
                 yield _rows(tensor, start, length)
 
     @property
-    def _over(self) -> dict[int, int]:
+    def over(self) -> dict[int, int]:
         """The sliced inputs that outputs are written over, with the positions of these."""
         found = {overwritten(kind): position for position, (kind, _, _) in enumerate(self.specs)}
         return {number: position for number, position in found.items() if number is not None}
+
+    @property
+    def outputs(self) -> Any:
+        """What the body returns."""
+        return self.body.graph.output_node().args[0]
 
     def sliced(self, operands: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """The sliced inputs among the operands."""
         others = iter(operands[len(self.specs) :])
         return [
-            operands[self._over[number]] if number in self._over else next(others)
+            operands[self.over[number]] if number in self.over else next(others)
             for number in range(self.num_sliced)
         ]
 
     def _results(self, env: dict[fx.Node, Any]) -> list[_Result]:
         """The outputs of the body, whose values are in ``env`` once it has run."""
-        outputs: Any = self.body.graph.output_node().args[0]
         dims = [stacked_dim(kind) for kind, _, _ in self.specs]
         # Rows that are written over, or not all written, are no place for the parts of a result.
         return [
-            _Result(n, [] if self._over and d is not None else _parts_in_place(n, d), env)
-            for n, d in zip(outputs, dims, strict=True)
+            _Result(n, [] if self.over and d is not None else _parts_in_place(n, d), env)
+            for n, d in zip(self.outputs, dims, strict=True)
         ]
 
-    def _run(
+    def _ops(
         self,
         inputs: tuple[torch.Tensor | Size, ...],
         env: dict[fx.Node, Any],
@@ -207,10 +264,9 @@ class LoopCall:
         """
         if any(kind != SUM and stacked_dim(kind) is None for kind, _, _ in self.specs):
             return {}
-        outputs: Any = self.body.graph.output_node().args[0]
         found: dict[fx.Node, list[int]] = {}
-        for node in sorted(filter(adding_attention, outputs), key=item_position):
-            found.setdefault(adding_attention(node), []).append(outputs.index(node))  # type: ignore[arg-type]
+        for node in sorted(filter(adding_attention, self.outputs), key=item_position):
+            found.setdefault(adding_attention(node), []).append(self.outputs.index(node))  # type: ignore[arg-type]
         return found
 
     def _combined(
@@ -227,69 +283,15 @@ class LoopCall:
         parts = [result.value() if n in kinds else None for n, result in enumerate(results)]
         return {n: combined(kind, n, buffers, parts) for n, kind in kinds.items()}  # type: ignore[arg-type]
 
-    def starts_empty(self, position: int, has_chunks: bool) -> bool:
+    def starts_empty(self, position: int) -> bool:
         """Whether an output's buffer may hold anything, because the first chunk overwrites it.
 
-        Args:
-            has_chunks: there is a first chunk, whatever the batch.
+        A batch of any length may have no tokens, and no chunk.
         """
         kind = self.specs[position][0]
         if kind != SUM:
             return stacked_dim(kind) is not None
-        outputs: Any = self.body.graph.output_node().args[0]
-        return has_chunks and is_written_in_place(outputs[position])
-
-
-def fixed_step(
-    call: LoopCall, num_chunks: int, chunk_tokens: int, num_tokens: int
-) -> tuple[_Cond, _Step]:
-    """Condition and step for chunks of one length; the counter is the number of a chunk."""
-    overlaps = num_chunks * chunk_tokens != num_tokens
-
-    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
-        return i.item() < num_chunks
-
-    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        number = i.item()
-        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
-        aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
-        start: Any = number * chunk_tokens
-        valid: tuple[torch.Tensor, ...] = ()
-        if overlaps:
-            last = num_tokens - chunk_tokens
-            start = torch.sym_min(start, last)
-            end = last + number // (num_chunks - 1) * chunk_tokens  # the last chunk has all rows
-            valid = (torch.arange(chunk_tokens, device=operands[0].device) + start < end,)
-        buffers = call.run(operands, start, chunk_tokens, after=valid)
-        return (counter(number + 1), *buffers)
-
-    return cond, step
-
-
-def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
-    """Condition and step for a symbolic N; the counter is the first row of a chunk."""
-
-    def num_tokens(operands: tuple[torch.Tensor, ...]) -> int:
-        return call.sliced(operands)[0].shape[0]
-
-    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
-        return i.item() < num_tokens(operands)
-
-    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        start: Any = i.item()
-        tokens = num_tokens(operands)
-        aten._assert_scalar.default(start >= 0, "mst_loop: negative row")
-        fitted = torch.sym_min(fitted_length(chunk_tokens, tokens), tokens - start)
-        # As an item() of a tensor it is a new symbol, from which nothing can be derived. Inductor
-        # fuses kernels by the bytes that they share: it has to know about how large it is.
-        length: Any = counter(fitted).item()
-        set_hint(length, min(hint(tokens), fitted_length(chunk_tokens, hint(tokens))))
-        aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
-        aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
-        buffers = call.run(operands, start, length, before=(length,))
-        return (counter(start + length), *buffers)
-
-    return cond, step
+        return not self.is_fitted and is_written_in_place(self.outputs[position])
 
 
 class _Result:

@@ -21,7 +21,7 @@ from mstpass.graph import ops
 from mstpass.graph.advice import REPORT
 from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.loop_op import OVER, STACK, SUM, Kind, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
 from mstpass.graph.recompute_rules import policies_of, tag_of
@@ -30,7 +30,7 @@ from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
-from mstpass.loops.operand_layout import is_literal, is_viewable
+from mstpass.loops.operand_layout import is_literal, is_viewable, layout_of
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
 from mstpass.problem.names import at_one, loop_name, unfinished
 from mstpass.problem.problem import RECOMPUTED
@@ -86,9 +86,8 @@ class LoopWriter:
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body, dtypes = self._body(loop)
-        rows = [item.node for item in loop.inputs if item.spec]
         specs = tuple(
-            self._output_spec(axis, loop, item, dtype, rows)
+            self._output_spec(axis, loop, item, dtype)
             for item, dtype in zip(loop.outputs, dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -97,7 +96,8 @@ class LoopWriter:
         args = (module, *sizes, specs, tuple(sliced), tuple(whole))
         name = loop_name(loop.outputs[0].node)
         call = self.builder.graph.create_node("call_function", mst_loop, args, name=name)
-        call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
+        with self.builder.mode:
+            call.meta["val"] = mst_loop(None, *fake_values(args[1:]))
         tags = self._checkpoint_meta(loop)
         call.meta.update(tags or inside)
         results: dict[fx.Node, fx.Node] = {}
@@ -137,7 +137,8 @@ class LoopWriter:
             graph = fx.Graph()
             parts = build_body(self.joint, loop, Builder(graph, self.builder.mode))
             inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-            code = f"{graph} {[_layout(value) for value in inputs]}"
+            layouts = [int if isinstance(v, int) else layout_of(v) for v in inputs]
+            code = f"{graph} {layouts}"
             if code not in self.modules:  # loops over different nodes may have the same body
                 self.modules[code] = f"mst_body_{len(self.modules)}"
                 subgraphs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="get_attr")}
@@ -146,20 +147,10 @@ class LoopWriter:
         return self.bodies[key]
 
     def _output_spec(
-        self,
-        axis: Axis,
-        loop: LoopPlan,
-        item: LoopOutput,
-        dtype: torch.dtype,
-        rows: list[str],
+        self, axis: Axis, loop: LoopPlan, item: LoopOutput, dtype: torch.dtype
     ) -> OutputSpec:
-        """An output in the dtype of the body's result, or in that of the node.
-
-        Args:
-            rows: the sliced inputs.
-        """
-        value = value_of(self.joint.by_name[item.node])
-        assert value is not None, "the op gives one tensor"
+        """An output in the dtype of the body's result, or in that of the node."""
+        value = self.joint.by_name[item.node].meta["val"]
         dtype = dtype if loop.accumulate == FLOAT32 else value.dtype
         if item.spec is None:
             names = [output.node for output in loop.outputs]
@@ -167,18 +158,9 @@ class LoopWriter:
             kind: Kind = (SUM, names.index(item.relative_to)) if relative else item.combine
             return kind, tuple(self.sizes.arguments(value.shape)), dtype
         shape, dim = axis.stacked(value.shape, item.spec)
+        rows = [operand.node for operand in loop.inputs if operand.spec]
         kind = (OVER, rows.index(item.over)) if item.over else (STACK, dim) if dim else STACK
         return kind, tuple(self.sizes.arguments(shape)), dtype
-
-    def _fake_results(
-        self, specs: tuple[OutputSpec, ...], device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        shapes: Any = fake_values([shape for _, shape, _ in specs])
-        with self.builder.mode:
-            return tuple(
-                torch.empty(shape, dtype=dtype, device=device)
-                for shape, (_, _, dtype) in zip(shapes, specs, strict=True)
-            )
 
     def _checkpoint_meta(self, loop: LoopPlan) -> dict[str, Any]:
         """The checkpointing metadata of the results, if it asks to recompute all of them."""
@@ -230,8 +212,7 @@ class LoopWriter:
         It has the name of that node.
         """
         node = self.joint.by_name[item.node]
-        value = value_of(node)
-        assert value is not None, "the op gives one tensor"
+        value = node.meta["val"]
         inside = inside_meta(node)
         if item.scaled and loop.unit:
             unit = self._reshaped(env[self.joint.by_name[loop.unit]], [], {})
@@ -264,9 +245,3 @@ class LoopWriter:
         if is_item and not policy_meta(result) and tag_of(node) in RECOMPUTED:
             return origin_meta(node)
         return replacement_meta(node)
-
-
-def _layout(value: torch.Tensor | int) -> object:
-    if isinstance(value, int):
-        return int
-    return value.dtype, tuple(value.shape), value.stride(), value.device

@@ -91,14 +91,11 @@ def _is_of_experts(node: fx.Node) -> bool:
 
 def wide_numel(anchor: fx.Node, spec: Spec) -> int:
     """From how many elements on a value of the anchor's region is wide."""
-    out = value_of(anchor)
     left, _ = ops.matmul_factors(anchor)
-    source = value_of(left)
-    assert out is not None and source is not None, "the out and source are known"
-    shape = generic_shape(out)
+    shape = generic_shape(anchor.meta["val"])
     batch = 1 if 0 in spec else math.prod(shape[:-2])
     tokens = batch * token_count(shape, spec)
-    input_width = generic_shape(source)[-1]
+    input_width = generic_shape(left.meta["val"])[-1]
     return int(max(_WIDE_OF_INPUT * input_width * tokens, WIDE_OF_ANCHOR * numel(anchor)))
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Set
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -39,7 +38,7 @@ from mstpass.graph.node_meta import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import found_regions
-from mstpass.regions.head_growth import HeadGrowth, around
+from mstpass.regions.head_growth import HeadGrowth
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -56,13 +55,13 @@ def detect_attention(
         taken: members of other regions.
     """
     known = set(taken)
-    seeds = {seed.node: seed for seed in attention_seeds(joint)}
+    seeds = attention_seeds(joint)
     before: HeadGrowth | None = None
 
     def region_of(node: fx.Node) -> Region:
         nonlocal before
         _check_types(node)
-        before = growth = _best_growth(joint, seeds[node], known, before)
+        before = growth = _best_growth(joint, node, seeds[node], known, before)
         region = region_of_heads(growth, node)
         known.update(member for member in growth.specs if not ops.is_constant(member))
         return region
@@ -83,44 +82,39 @@ def _check_types(attention: fx.Node) -> None:
 
 
 def _best_growth(
-    joint: JointGraph, seed: Seed, taken: Set[fx.Node], before: HeadGrowth | None
+    joint: JointGraph, seed: fx.Node, dim: int, taken: Set[fx.Node], before: HeadGrowth | None
 ) -> HeadGrowth:
-    """The region of the best number of heads.
+    """The region around a seed, in which the best number of heads are told apart.
 
     Args:
+        dim: where the seed holds its heads.
         before: that of the attention before this one, whose number is best here too where the
             region is as large: layers are alike.
 
     Raises:
         CannotTake: there is none, whatever the number.
     """
-    if before is not None and seed.num_heads % before.num_heads == 0:
+    total = next(tensors_of(seed.meta["val"])).shape[dim]
+
+    def grown(num_heads: int) -> HeadGrowth:
+        held = HeadDim(dim, total // num_heads)
+        return HeadGrowth.around(seed, held, joint, HeadAxis(num_heads), taken)
+
+    if before is not None and total % before.num_heads == 0:
         with contextlib.suppress(CannotTake):
-            growth = _grown(joint, seed, before.num_heads, taken)
+            growth = grown(before.num_heads)
             if _size(growth) == _size(before):
                 return growth
     growths, refusals = list[HeadGrowth](), list[CannotTake]()
-    for num_heads in range(seed.num_heads, 1, -1):
-        if seed.num_heads % num_heads == 0:
+    for num_heads in range(total, 1, -1):
+        if total % num_heads == 0:
             try:
-                growths.append(_grown(joint, seed, num_heads, taken))
+                growths.append(grown(num_heads))
             except CannotTake as refusal:
                 refusals.append(refusal)
     if not growths:
         raise refusals[0]
     return min(growths, key=_crossing_bytes)
-
-
-def _grown(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
-    """The region around a seed, in which ``num_heads`` heads are told apart.
-
-    Raises:
-        CannotTake: there is no such region.
-    """
-    held = HeadDim(seed.held.dim, seed.num_heads // num_heads)
-    return around(
-        seed.node, held, lambda left_out: HeadGrowth(joint, HeadAxis(num_heads), taken, left_out)
-    )
 
 
 def _size(growth: HeadGrowth) -> tuple[int, int]:
@@ -141,16 +135,8 @@ def region_of_heads(growth: HeadGrowth, seed: fx.Node, axis: str = HEADS) -> Reg
     """
     outputs = growth.leaving()
     _check_operands(growth, outputs)
-    return Region(
-        kind=KIND,
-        source=source_of(seed),
-        num_tokens=growth.num_heads,
-        width=numel(seed) // growth.num_heads,
-        fused=False,
-        unit=None,
-        axis=axis,
-        **growth.plain(outputs),
-    )
+    sizes = {"num_tokens": growth.num_heads, "width": numel(seed) // growth.num_heads}
+    return growth.region(outputs, kind=KIND, source=source_of(seed), axis=axis, **sizes)
 
 
 def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
@@ -165,29 +151,21 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
 
 
 # ---- seeds ---------------------------------------------------------------------------------------
-class Seed(NamedTuple):
-    """A value with heads: where it holds them, and their number."""
-
-    node: fx.Node
-    held: HeadDim
-    num_heads: int
-
-
-def attention_seeds(joint: JointGraph) -> list[Seed]:
-    """The results of attention in the forward, in the graph's order."""
-    found = []
+def attention_seeds(joint: JointGraph) -> dict[fx.Node, int]:
+    """The results of attention in the forward, in the graph's order, with the dims of heads."""
+    found = {}
     for node in joint.nodes:
         if node in joint.backward:
             continue
-        held: tuple[fx.Node, int] | None = None
         if is_attention(node):
-            held = node, heads_dim(node)
+            seed, dim = node, heads_dim(node)
         elif node.target is aten.bmm.default and _reads_scores(node):
-            held = _with_heads_apart(node)
-        if held is not None:
-            count = next(tensors_of(held[0].meta["val"])).shape[held[1]]
-            if isinstance(count, int) and count > 1:
-                found.append(Seed(held[0], HeadDim(held[1]), count))
+            seed, dim = _with_heads_apart(node)
+        else:
+            continue
+        count = next(tensors_of(seed.meta["val"])).shape[dim]
+        if isinstance(count, int) and count > 1:
+            found[seed] = dim
     return found
 
 
@@ -203,7 +181,7 @@ def _works_row_by_row(node: fx.Node) -> bool:
     return ops.row(node).kind in ("view", "pointwise", "index")
 
 
-def _with_heads_apart(product: fx.Node) -> tuple[fx.Node, int] | None:
+def _with_heads_apart(product: fx.Node) -> tuple[fx.Node, int]:
     """The result as ``[B, heads, N, d]`` or ``[heads, N, d]``, and the dim of its heads."""
     for reader in product.users:
         value = value_of(reader)

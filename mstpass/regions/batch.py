@@ -26,7 +26,7 @@ from mstpass.graph.joint import JointGraph, tensors_of
 from mstpass.plans import Region, Rejection
 from mstpass.regions.attention import region_of_heads
 from mstpass.regions.grow import ANOTHER, found_regions
-from mstpass.regions.head_growth import HeadGrowth, around
+from mstpass.regions.head_growth import HeadGrowth
 
 
 class BatchGrowth(HeadGrowth):
@@ -51,9 +51,7 @@ def detect_batch(
 
     def region_of(seed: fx.Node) -> Region:
         axis = BatchAxis(_rows(seed))
-        growth = around(
-            seed, HeadDim(0), lambda left_out: BatchGrowth(joint, axis, known, left_out)
-        )
+        growth = BatchGrowth.around(seed, HeadDim(0), joint, axis, known)
         known.update(growth.specs)
         return region_of_heads(growth, seed, BATCH)
 

@@ -19,7 +19,6 @@ Pseudo-code::
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from torch import fx
@@ -48,9 +47,10 @@ from mstpass.graph.tokens import (
     token_count,
 )
 from mstpass.plans import Region, Rejection
-from mstpass.regions.grow import Growth, between, between_each_other, found_regions
+from mstpass.regions.grow import Growth, back_to, between, found_regions
 
 KIND = "block"
+_OF_MLP = ("source", "num_tokens", "width", "symbolic", "unbounded")
 NO_RESIDUAL = OWN_LOOPS(
     "no residual sum joins attention's result to what its queries are computed from"
 )
@@ -76,10 +76,10 @@ def detect_blocks(
     def region_of(attention: fx.Node) -> Region:
         mlp = _mlp_behind(joint, attention, mlps)
         others = taken - {joint.by_name[name] for name, _ in mlp.members}
-        block = _Block(joint, attention, mlp, others)
-        region = block.region()
+        growth = _Block(joint, attention, mlp, others)
+        region = growth.block()
         mlps.remove(mlp)
-        taken.update(node for node, spec in block.specs.items() if spec != WHOLE)
+        taken.update(node for node, spec in growth.specs.items() if spec != WHOLE)
         return region
 
     forward = (node for node in joint.nodes if node not in joint.backward)
@@ -126,7 +126,7 @@ class _Block(Growth):
         mask = mask_of(attention)
         self.of_mask = set() if mask is None else ancestors([mask])
 
-    def region(self) -> Region:
+    def block(self) -> Region:
         """The block.
 
         Raises:
@@ -138,8 +138,8 @@ class _Block(Growth):
         x, y = self._ends()
         self._add_forward(x, y)
         self._add_backward()
-        known = self.plain(self._outputs(y))
-        return dataclasses.replace(self.mlp, kind=KIND, axis=QUERIES, note="", **known)
+        mlp = {name: getattr(self.mlp, name) for name in _OF_MLP}
+        return self.region(self._outputs(y), kind=KIND, axis=QUERIES, **mlp)
 
     # ---- the ends ------------------------------------------------------------------------------
     def _ends(self) -> tuple[fx.Node, fx.Node]:
@@ -210,7 +210,7 @@ class _Block(Growth):
             raise CannotTake(
                 self.attention, OWN_LOOPS("the backward of a block's attention is not one op")
             )
-        own |= between_each_other(joint, own)
+        own |= set(back_to(joint, own, own)) - joint.forward
         for node, spec in of_mlp.items():
             if node in own and spec:
                 for operand, held in self._needs_of(node, spec).items():

@@ -32,7 +32,7 @@ from mstpass.graph import advice, ops
 from mstpass.graph.advice import MORE_ROWS, SELECT_FIRST
 from mstpass.graph.axes import FEATURES, TOKENS
 from mstpass.graph.heads import HeadDim
-from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, numel, tensors_of
 from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, is_bounded, is_static, symbols_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Spec
@@ -81,7 +81,8 @@ def make_region(growth: WideGrowth, unit: tuple[fx.Node, ...], note: str) -> Reg
     forward_outputs = [n for n in outputs if n not in growth.joint.backward and n not in returned]
     _check_gain(growth, forward_outputs)
     value = growth.anchor.meta["val"]
-    return Region(
+    return growth.region(
+        outputs,
         kind=kind,
         source=source_of(growth.anchor),
         num_tokens=growth.count,
@@ -94,7 +95,6 @@ def make_region(growth: WideGrowth, unit: tuple[fx.Node, ...], note: str) -> Reg
         prelude=tuple(n.name for n in unit[1:]),
         note=note,
         axis=TOKENS if growth.of_tokens else FEATURES,
-        **growth.plain(outputs),
     )
 
 
@@ -133,25 +133,20 @@ def _outputs(growth: WideGrowth, returned: set[fx.Node]) -> list[fx.Node]:
         if growth.wide(node) and not is_reduced and node not in returned:
             reason = f"{readers[0].name}, which is outside the region, reads a wide value"
             raise CannotTake(node, advice.NARROW_READER(reason))
-        leaving[_without_views(growth, node)] = None
+        # other regions may repeat the view, so they need the value that it shows
+        leaving[_base(growth, node, in_full=True)] = None
     return growth.joint.sorted(leaving)
 
 
-def _base(growth: WideGrowth, node: fx.Node) -> fx.Node:
-    """The member that a view shows, seen through further views."""
-    while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
-        node = node.all_input_nodes[0]
-    return node
+def _base(growth: WideGrowth, node: fx.Node, in_full: bool = False) -> fx.Node:
+    """The member that a view shows, seen through further views.
 
-
-def _without_views(growth: WideGrowth, node: fx.Node) -> fx.Node:
-    """The member of which the node shows all elements.
-
-    Other regions may repeat the view, so they need the value that it shows.
+    Args:
+        in_full: the view shows all of its elements.
     """
-    while ops.is_cheap_view(node) and not isinstance(growth.specs[node], Reduced):
-        source = node.all_input_nodes[0]
-        if source not in growth.specs or numel(source) != numel(node):
+    while ops.is_cheap_view(node) and (source := node.all_input_nodes[0]) in growth.specs:
+        is_reduced = isinstance(growth.specs[node], Reduced)
+        if in_full and (is_reduced or numel(source) != numel(node)):
             break
         node = source
     return node
@@ -265,8 +260,7 @@ def _along_features(
         taken: the members of other regions.
         spec: the anchor's token dims.
     """
-    value = value_of(anchor)
-    assert value is not None, "the op gives one tensor"
+    value = anchor.meta["val"]
     dims = [d for d, size in enumerate(generic_shape(value)) if size != 1 and d not in spec]
     if len(dims) != 1 or depends_on_data(value) or symbols_of(value.shape[dims[0]]):
         return None  # of all sizes, only that of the features has to be a number

@@ -265,18 +265,17 @@ class Growth:
             if any(user not in self.specs for user in node.users) and not ops.is_constant(node)
         ]
 
-    def plain(self, outputs: Iterable[fx.Node]) -> dict[str, Any]:
-        """The members and outputs as plain data, fields of a ``Region``."""
-        members = self.joint.sorted(self.specs)
-        specs = (self.specs[n] for n in members)
-        return {
-            "members": tuple(
-                (n.name, None if isinstance(spec, Reduced) else spec)
-                for n, spec in zip(members, specs, strict=True)
+    def region(self, outputs: Iterable[fx.Node], **how: Any) -> Region:
+        """The members and outputs as plain data; the other fields of a region are given."""
+        specs = {n: self.specs[n] for n in self.joint.sorted(self.specs)}
+        return Region(
+            members=tuple(
+                (n.name, None if isinstance(s, Reduced) else s) for n, s in specs.items()
             ),
-            "outputs": tuple(n.name for n in outputs),
-            "backward": frozenset(n.name for n in members if n in self.joint.backward),
-        }
+            outputs=tuple(n.name for n in outputs),
+            backward=frozenset(n.name for n in specs if n in self.joint.backward),
+            **how,
+        )
 
 
 # ---- paths between nodes -------------------------------------------------------------------------
@@ -289,11 +288,6 @@ def between(joint: JointGraph, first: fx.Node | None, last: Iterable[fx.Node]) -
         return before
     inside = lambda node: (user for user in node.users if user in before)
     return set(walk_once([first], inside)) - {first}
-
-
-def between_each_other(joint: JointGraph, part: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes on paths that leave the part and come back to it."""
-    return set(back_to(joint, part, part)) - joint.forward
 
 
 def back_to(

@@ -70,12 +70,37 @@ class HeadGrowth(Growth):
         joint: JointGraph,
         axis: HeadAxis,
         taken: Set[fx.Node],
-        left_out: Mapping[fx.Node, str] | None = None,
+        left_out: Mapping[fx.Node, str],
     ):
         super().__init__(joint, axis, taken)
-        self.num_heads, self.left_out = axis.num_heads, left_out or {}
+        self.num_heads, self.left_out = axis.num_heads, left_out
         self.sliced: dict[fx.Node, Spec] = {}
         self.barriers: dict[fx.Node, str] = {}
+
+    @classmethod
+    def around(
+        cls, seed: fx.Node, held: HeadDim, joint: JointGraph, axis: HeadAxis, taken: Set[fx.Node]
+    ) -> HeadGrowth:
+        """The region around a seed.
+
+        Where a path leaves the region and comes back, the members on its one side are left out: the
+        region begins after a norm over all heads, and ends before the attention of another layer
+        that adds the same bias to its scores.
+
+        Raises:
+            CannotTake: there is no such region.
+        """
+        left_out: dict[fx.Node, str] = {}
+        while True:
+            growth = cls(joint, axis, taken, left_out)
+            try:
+                growth.grow(seed, held)
+            except RoundTrip as trip:
+                if seed in trip.cut:
+                    raise
+                left_out.update(dict.fromkeys(trip.cut, trip.reason))
+            else:
+                return growth
 
     def grow(self, seed: fx.Node, held: HeadDim) -> None:
         """Add the seed and all that is computed head by head with it.
@@ -186,34 +211,6 @@ class HeadGrowth(Growth):
         inside = lambda nodes: (n for n in nodes if n in forward)
         before = lambda node: (n for n in inside(node.all_input_nodes) if not ops.is_constant(n))
         return set(walk_once(walk_once([seed], before), lambda node: inside(node.users)))
-
-
-def around(
-    seed: fx.Node, held: HeadDim, growth_of: Callable[[Mapping[fx.Node, str]], HeadGrowth]
-) -> HeadGrowth:
-    """The region around a seed.
-
-    Where a path leaves the region and comes back, the members on its one side are left out: the
-    region begins after a norm over all heads, and ends before the attention of another layer that
-    adds the same bias to its scores.
-
-    Args:
-        growth_of: the growth in which these nodes, with the reasons, are no members.
-
-    Raises:
-        CannotTake: there is no such region.
-    """
-    left_out: dict[fx.Node, str] = {}
-    while True:
-        growth = growth_of(left_out)
-        try:
-            growth.grow(seed, held)
-        except RoundTrip as trip:
-            if seed in trip.cut:
-                raise
-            left_out.update(dict.fromkeys(trip.cut, trip.reason))
-        else:
-            return growth
 
 
 # ---- paths ---------------------------------------------------------------------------------------

@@ -64,8 +64,7 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
         for user in result.users
         if mask_of(user) is not None and is_backward(user) and argument(user, "out") is result
     ]
-    query = value_of(argument(attention, "query"))
-    assert query is not None, "the op gives one tensor"
+    query = argument(attention, "query").meta["val"]
     growth, masks = Growth(joint, QUERY_AXIS), _Masks(joint, QUERY_AXIS)
     for node in (attention, *backwards):
         growth.specs[node] = (ROWS,)
@@ -82,16 +81,9 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
         raise CannotTake(attention, ANOTHER)
     outputs, queries = growth.leaving(), int(query.shape[ROWS])
     growth.specs |= masks.specs
-    return Region(
-        kind=KIND,
-        source=source_of(attention),
-        num_tokens=queries,
-        width=min(map(numel, masks.specs)) // queries,
-        fused=False,
-        unit=None,
-        axis=QUERIES,
-        **growth.plain(outputs),
-    )
+    width, source = min(map(numel, masks.specs)) // queries, source_of(attention)
+    sizes = {"num_tokens": queries, "width": width}
+    return growth.region(outputs, kind=KIND, source=source, axis=QUERIES, **sizes)
 
 
 class _Masks(Growth):
@@ -142,7 +134,7 @@ def whole_masks(joint: JointGraph, written: Collection[str]) -> Iterator[Rejecti
     for node in joint.nodes:
         mask = mask_of(node)
         if mask is not None:
-            found.setdefault(_written(mask), node)
+            found.setdefault(ops.base_of(mask), node)
     for base, reader in found.items():
         value = value_of(base)
         if base.name in written and value is not None and value.dim() > 1:
@@ -151,10 +143,3 @@ def whole_masks(joint: JointGraph, written: Collection[str]) -> Iterator[Rejecti
             yield Rejection(
                 "apply", base.name, NO_MASK_OR_BUDGET(reason), source_of(reader), nbytes(base)
             )
-
-
-def _written(mask: fx.Node) -> fx.Node:
-    """The value that is written to memory, of which the mask is a view."""
-    while ops.is_cheap_view(mask):
-        mask = mask.all_input_nodes[0]
-    return mask

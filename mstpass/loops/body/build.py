@@ -41,6 +41,8 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import REPORT, SEPARATE_DIMS
+from mstpass.graph.attention import RowsCall, is_attention, is_backward, operand_rows, rows_call
+from mstpass.graph.attention_rows import attend_rows, attend_rows_backward
 from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of, check_chunk, chunk_call
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
@@ -60,22 +62,16 @@ from mstpass.graph.row_sums import (
     rewritten_row_sum,
 )
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
-from mstpass.graph.tokens import CannotTake, Spec
+from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.loops.body.buffers import (
     eliminate_common_subexpressions,
     materialize_row_values,
     rematerialize_at_readers,
     write_gradients_in_place,
 )
-from mstpass.loops.body.products import (
-    attend_chunk,
-    attention_in_rows,
-    join_products,
-    product_by_columns,
-    products_by_columns,
-)
+from mstpass.loops.body.products import join_products, product_by_columns, products_by_columns
 from mstpass.loops.operand_layout import is_literal
-from mstpass.loops.region_facts import LOW_PRECISION
+from mstpass.loops.region_facts import LOW_PRECISION, members_of
 from mstpass.plans import FLOAT32, LoopPlan
 
 aten = torch.ops.aten
@@ -113,10 +109,12 @@ class _Body:
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
         self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
         self.traced_rows = min(chunks.total, fitted_length(chunks.length, chunks.total))
-        members = {n: spec for n, spec in self.specs.items() if n.name in loop.members}
+        members = members_of(joint, loop)
         self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
-        self.attention = attention_in_rows(members) if chunks.axis == QUERIES else {}
+        of_queries = filter(is_attention, members) if chunks.axis == QUERIES else ()
+        calls = {node: rows_call(node) for node in of_queries}  # a mask has rows of its own
+        self.attention = {n: call for n, call in calls.items() if isinstance(call, RowsCall)}
         self.has_sizes = False  # besides a chunk's length, symbolic ones that ops compute with
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
@@ -179,8 +177,9 @@ class _Body:
             if is_size(node):
                 self.sizes.known[expression(value)] = self.env[node, ()]
         if self.overlaps:
+            first = self._value(self.loop.outputs[0].node)
             with self.builder.mode:
-                mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=self._device())
+                mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=first.device)
             self.valid = self.builder.placeholder("valid", mask)
         for node in filter(is_literal, nodes):
             self.env[node, ()] = self.builder.call(node.target, *node.args, **node.kwargs)
@@ -195,12 +194,6 @@ class _Body:
             self.traced[node] = self.builder.sized(value, hint)
             self.has_sizes = not self.attention  # which reads keys of any length, and alone does
         return node
-
-    def _device(self) -> torch.device:
-        """The device of the last whole tensor; of the last sliced one if there is no whole one."""
-        inputs = sorted(self.loop.inputs, key=lambda item: not item.spec)
-        names = [i.node for i in inputs if not is_size(self.joint.by_name[i.node])]
-        return self._value(names[-1]).device
 
     def _value(self, name: str) -> torch.Tensor:
         value = value_of(self.joint.by_name[name])
@@ -235,10 +228,7 @@ class _Body:
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         if node in self.attention:
-            call = self.attention[node]
-            (length,) = self.sizes.arguments([call.length])
-            how = call._replace(length=length), self._operand, self.start, self.overlaps
-            return attend_chunk(self.builder, node, spec, *how)
+            return self._attention_of_rows(node, spec, self.attention[node])
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
             node, spec, self.chunk_tokens, self._operand, rows, self.axis
@@ -260,6 +250,17 @@ class _Body:
             built = self.builder.call(target, *args, **kwargs)
         check_chunk(node, spec, self.chunk_tokens, built, self.axis)
         return built
+
+    def _attention_of_rows(self, node: fx.Node, spec: Spec, call: RowsCall) -> fx.Node:
+        """Attention by the op for rows; its results are the first of the node's."""
+        needs = operand_rows(node, spec)
+        assert not isinstance(needs, Refusal), "the needs is no refusal"
+        inputs = [self._operand(n, needs[n]) for n in call.tensors]
+        (length,) = self.sizes.arguments([call.length])
+        how = (self.start, length, call.causal, call.scale)
+        if is_backward(node):
+            return self.builder.call(attend_rows_backward, *inputs, *how, self.overlaps)
+        return self.builder.call(attend_rows, *inputs, *how, call.column)
 
     def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
         """What an operand of a member is in the body; a subgraph is called as it is."""
@@ -310,8 +311,7 @@ class _Body:
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype, or float32 to be rounded."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
-        value = value_of(node)
-        assert value is not None, "the op gives one tensor"
+        value = node.meta["val"]
         if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
             if node.target is _CONVERT:  # autocast's; none is left, for products to add up in place
                 part = self.env[node.all_input_nodes[0], None]

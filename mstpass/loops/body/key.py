@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, tensors_of
+from mstpass.loops.operand_layout import layout_of
 from mstpass.plans import LoopInput, LoopPlan
 
 
@@ -52,5 +53,4 @@ def _by_first_use(joint: JointGraph, loop: LoopPlan) -> list[LoopInput]:
 
 def _layouts(node: fx.Node) -> object:
     value = node.meta.get("val")
-    tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in tensors_of(value)]
-    return tensors or value
+    return list(map(layout_of, tensors_of(value))) or value

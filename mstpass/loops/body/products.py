@@ -1,4 +1,4 @@
-"""Products and attention in a loop's body: several products in one, and one column by column.
+"""Products in a loop's body: several products in one, and one column by column.
 
 ``join_products``: products over the features of a section are summed in one product.
 
@@ -22,8 +22,6 @@ factors has the tokens of a column one after the other::
 
 They differ in their last bits. The gradient of a maximum goes to the logits that equal it, so where
 logits have one, all loops compute them in the same way.
-
-``attend_chunk``: attention of a chunk of tokens, by the op of graph/attention_rows.py.
 """
 
 from __future__ import annotations
@@ -35,15 +33,13 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.attention import RowsCall, is_attention, is_backward, operand_rows, rows_call
-from mstpass.graph.attention_rows import attend_rows, attend_rows_backward
-from mstpass.graph.axes import ALONG_A_DIM, OperandChunk
+from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.buffer_ops import is_product, parts_in_place
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel
 from mstpass.graph.loop_work import joined, product_of
 from mstpass.graph.recompute_rules import compared
-from mstpass.graph.tokens import Refusal, Spec
+from mstpass.graph.tokens import Spec
 from mstpass.plans import LoopPlan
 from mstpass.walk import walk_once
 
@@ -146,35 +142,3 @@ def product_by_columns(builder: Builder, left: fx.Node, right: fx.Node) -> fx.No
     """``left @ right``, a view of the product of the transposed factors."""
     factors = (builder.call(aten.permute.default, factor, [1, 0]) for factor in (right, left))
     return builder.call(aten.permute.default, builder.call(aten.mm.default, *factors), [1, 0])
-
-
-# ---- attention of a chunk ------------------------------------------------------------------------
-def attention_in_rows(members: Iterable[fx.Node]) -> dict[fx.Node, RowsCall]:
-    """The members of a loop that the op for rows computes; a mask has rows of its own."""
-    calls = {node: rows_call(node) for node in members if is_attention(node)}
-    return {node: call for node, call in calls.items() if not isinstance(call, Refusal)}
-
-
-def attend_chunk(
-    builder: Builder,
-    node: fx.Node,
-    spec: Spec,
-    call: RowsCall,
-    operand_chunk: OperandChunk,
-    start: fx.Node | None,
-    overlaps: bool,
-) -> fx.Node:
-    """The attention of one chunk; its results are the first of the node's.
-
-    Args:
-        spec: the dims of the node's rows.
-        operand_chunk: gives the chunk of an operand.
-        overlaps: the last chunk has rows of the one before it.
-    """
-    needs = operand_rows(node, spec)
-    assert not isinstance(needs, Refusal), "the needs is no refusal"
-    inputs = [operand_chunk(n, needs[n]) for n in call.tensors]
-    how = (start, call.length, call.causal, call.scale)
-    if is_backward(node):
-        return builder.call(attend_rows_backward, *inputs, *how, overlaps)
-    return builder.call(attend_rows, *inputs, *how, call.column)
