@@ -32,12 +32,13 @@ def chains(draw: st.DrawFn) -> Costs:
     def numbers(of: st.SearchStrategy[int], size: int = count) -> np.ndarray:
         return np.array(draw(st.lists(of, min_size=size, max_size=size)), float)
 
-    def form() -> Form:
+    def form(saves: bool) -> Form:
         kept = np.zeros((count, count))
         for a in reversed(range(count - 1)):
             kept[a] = kept[a + 1] + np.where(np.arange(count) > a, draw(_BYTES), 0)
+        saved = numbers(st.integers(1, 5)) if saves else np.zeros(count)
         needed = numbers(_BYTES), numbers(_BYTES), kept
-        return Form(*needed, numbers(_TIMES), numbers(_TIMES))
+        return Form(*needed, numbers(_TIMES), numbers(_TIMES), saved)
 
     sizes = numbers(st.integers(0, 6), count + 1)
     shared = draw(st.integers(0, 3))  # alive at all stops but the first
@@ -45,7 +46,7 @@ def chains(draw: st.DrawFn) -> Costs:
     for a in range(count):
         for m in range(a + 1, count):
             new[a, m] = sizes[m] + (shared if a == 0 else 0)
-    forms = [form() for _ in range(draw(st.integers(1, 3)))]
+    forms = [form(False), *(form(draw(st.booleans())) for _ in range(draw(st.integers(0, 2))))]
     return Costs(forms, numbers(_TIMES), numbers(_BYTES, count + 1), new, new)
 
 
@@ -63,7 +64,7 @@ def _fastest(costs: Costs, room: float, levels: int | None) -> float:
         for form in costs.forms:
             needed = max(form.backward_bytes[s] + form.kept_bytes[a, s] for s in range(a, b))
             needed = max(needed, forward(a, b, form.forward_bytes))
-            if needed <= room:
+            if not form.saves and needed <= room:
                 yield (form.us - least_us)[a:b].sum() + form.onward_us[a : b - 1].sum()
 
     @functools.cache
@@ -83,6 +84,12 @@ def _fastest(costs: Costs, room: float, levels: int | None) -> float:
             if forward(a, m, costs.forward_bytes) <= room:
                 behind = saved(m, room - costs.new_bytes[a, m])
                 ways.append(behind + nested(a, m, room, math.inf if levels is None else levels))
+        for form in costs.forms:
+            needed = max(form.backward_bytes[a], form.forward_bytes[a]) + form.saved_bytes[a]
+            if form.saves and needed <= room:
+                left = room - form.saved_bytes[a] - (costs.new_bytes[a, a + 1])
+                behind = saved(a + 1, left) if a + 1 < count else 0.0
+                ways.append(form.us[a] - least_us[a] + behind)
         return min(ways, default=math.inf)
 
     return saved(0, room) + least_us.sum()

@@ -1,10 +1,15 @@
 """Plans with checkpoints, from those that repeat no heavy op to the one of least memory.
 
 Regions may run with fewer and with more loops that take time (``forms`` of choose_modes.py). These
-are *forms* in which a segment of the forward may run. Forms are mixed: the first layers are the
-last ones of the backward, where most gradients are in memory, and run in the leanest form; others
-can do with a faster one. A loop that keeps results for the backward loop runs again where they are
-not saved, and they are kept from there on.
+are *forms* in which a segment of the forward may run, each in three ways: the forward saves
+
+- all that keeps backward from repeating a heavy op,
+- the results of ops that are slow for their bytes, attention above all,
+- or nothing but what is alive at places.
+
+Forms are mixed: the first layers are the last ones of the backward, where most gradients are in
+memory, and run in the leanest form; others can do with a faster one. A loop that keeps results for
+the backward loop runs again where they are not saved, and they are kept from there on.
 
 The placements of checkpoint_table.py have these forms for each room. The plan for a budget is the
 fastest one that is within it by simulation. Peaks fall along the placements as far as estimates
@@ -27,7 +32,7 @@ from mstpass.partition.solvers.candidate import (
     least_memory_loops,
 )
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
-from mstpass.partition.solvers.checkpoints import Chain
+from mstpass.partition.solvers.checkpoints import Chain, slow_results
 from mstpass.partition.solvers.choose_modes import forms
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.apply_modes import Cycle, with_modes
@@ -53,7 +58,12 @@ class CheckpointPlans:
     # ---- the placements --------------------------------------------------------------------------
     @functools.cached_property
     def _chain(self) -> Chain:
-        return Chain([form.problem.allowing(recompute_heavy=True) for form in self.keeping])
+        closed = [form.problem.allowing(recompute_heavy=True) for form in self.keeping]
+        more = [
+            (slow_results(form, complete(form, frozenset())), kept.plan.saved)
+            for form, kept in zip(closed, self.keeping, strict=True)
+        ]
+        return Chain(closed, more)
 
     @functools.cached_property
     def placements(self) -> Sequence[Placement]:
@@ -126,7 +136,8 @@ class CheckpointPlans:
         forms = [form.plan.modes for form in self.keeping]
         modes = dict(forms[-1])
         for region, segment in self._segments.items():
-            modes[region] = forms[placement.forms[segment]][region]
+            number, _ = self._chain.forms[placement.forms[segment]]
+            modes[region] = forms[number][region]
         try:
             closed = with_modes(self.problem, modes).allowing(recompute_heavy=True)
         except Cycle:

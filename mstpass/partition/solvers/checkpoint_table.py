@@ -16,7 +16,8 @@ so that ::
 Where b is the end, the forward itself has computed from a to m, which takes no time: these stops
 are *saved*. The others are *nested*: the number of splits whose left part a stop lies in is its
 level (memory/program.py). A unit may run in one of several *forms*, modes of its regions, which
-need and take differently.
+need and take differently. In some forms the forward saves more of a segment than what is alive at
+its ends, so that less is recomputed: these are for single segments between saved stops.
 
 Saved stops may wait on a host. They take nothing of the room then, but of the host's own::
 
@@ -56,6 +57,8 @@ class Form:
         us: time of its forward, of its recomputation once, and of its backward.
         onward_us: the time to recompute the rest of it, where what is alive at its end is not
             stored.
+        saved_bytes: what the forward saves of it besides what is alive at stops. Where that is any,
+            there is one segment to a unit.
     """
 
     backward_bytes: Array
@@ -63,6 +66,12 @@ class Form:
     kept_bytes: Array
     us: Array
     onward_us: Array
+    saved_bytes: Array
+
+    @property
+    def saves(self) -> bool:
+        """Whether the forward saves more than what is alive at stops."""
+        return bool(self.saved_bytes.any())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +124,7 @@ class Costs:
         """Room enough without nested stops: if all of them are saved, or if none is."""
         stored = _before(np.diagonal(self.new_bytes, 1)[:-1])
         saved, whole = [], []
-        for form in self.forms:
+        for form in (form for form in self.forms if not form.saves):
             needed = np.maximum(form.backward_bytes, form.forward_bytes)
             saved.append((needed + stored).max())
             backward_bytes = (form.backward_bytes + form.kept_bytes[0]).max()
@@ -146,11 +155,13 @@ class _Ways:
     Attributes:
         us: infinite where there is not enough room.
         choice: the stop to split at, or -1 - the form of a unit.
+        form: the form of the segment before that stop, if the forward saves more of it; else -1.
     """
 
     def __init__(self, shape: tuple[int, ...]):
         self.us = np.full(shape, math.inf)
         self.choice = np.full(shape, -1, np.int16)
+        self.form = np.full(shape, -1, np.int16)
 
 
 class CheckpointTable:
@@ -198,15 +209,21 @@ class CheckpointTable:
             if level:
                 depth = None if levels is None else levels - level + 1
                 choice = int(self._nested(depth).choice[a, b, left])
+                form = -1
             else:
-                choice = int(saved.choice[host, a, left])
+                choice, form = int(saved.choice[host, a, left]), int(saved.form[host, a, left])
             if choice < 0:
                 forms[a:b] = [-1 - choice] * (b - a)
                 continue
             stops[choice] = level
-            stack.append((a, choice, left, host, level + 1))
+            stored_bytes = self.costs.new_bytes[a, choice]
+            if form >= 0:
+                forms[a] = form
+                stored_bytes = stored_bytes + self.costs.forms[form].saved_bytes[a]
+            else:
+                stack.append((a, choice, left, host, level + 1))
             if level or host_bytes is None:
-                left -= int(self._cells(self.costs.new_bytes[a, choice]))
+                left -= int(self._cells(stored_bytes))
             else:
                 host -= int(self._host_cells(self.costs.pinned_bytes[a, choice], host_bytes))
             stack.append((choice, b, left, host, level))
@@ -220,6 +237,8 @@ class CheckpointTable:
         count = self.costs.segments
         ways = _Ways((count + 1, count + 1, len(self.rooms)))
         for number, form in enumerate(self.costs.forms):
+            if form.saves:
+                continue
             extra_us, onward_us = _before(form.us - self.costs.least_us), _before(form.onward_us)
             for a in range(count):
                 backward_bytes = form.backward_bytes[a:] + form.kept_bytes[a, a:]
@@ -293,7 +312,25 @@ class CheckpointTable:
                 us += left.us[a, ms]
                 us[self.rooms < self._pass_bytes[a][: len(ms), None]] = math.inf
                 _take(ways, at, us, ms)
+            for number, form in enumerate(self.costs.forms):
+                if form.saves and host_bytes is None:
+                    self._save_more(ways, a, number)
         return ways
+
+    def _save_more(self, ways: _Ways, a: int, number: int) -> None:
+        """Have segment a run in a form in which the forward saves more of it."""
+        form, end = self.costs.forms[number], self.costs.segments
+        us = np.full(len(self.rooms), form.us[a] - self.costs.least_us[a])
+        saved_bytes = form.saved_bytes[a]
+        needed = max(form.backward_bytes[a], form.forward_bytes[a])
+        us[self.rooms < needed + saved_bytes] = math.inf
+        if a + 1 < end:
+            saved_bytes = saved_bytes + self.costs.new_bytes[a, a + 1]
+            us += self._behind(ways.us[0, [a + 1]], np.array([saved_bytes]))[0]
+        better = us < ways.us[0, a]
+        ways.us[0, a][better] = us[better]
+        ways.choice[0, a][better] = a + 1 if a + 1 < end else -1 - number
+        ways.form[0, a][better] = number if a + 1 < end else -1
 
     def _behind(self, us: Array, stored_bytes: Array) -> Array:
         """The times of what lies behind stops, while so much is stored up to them."""

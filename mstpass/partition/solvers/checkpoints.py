@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mstpass.partition.solvers.candidate import Candidate
-from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
+from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.segment_costs import segment_costs
 from mstpass.problem.names import is_loop
@@ -48,20 +48,30 @@ class Chain:
 
     Args:
         problems: of one step, each with other modes chosen.
+        more: of each problem, sets of values that the forward may save besides.
 
     Attributes:
         places: where values may be saved: the values alive there.
-        costs: of the segments, with one form (checkpoint_table.py) for each problem.
+        forms: of each form of a segment (checkpoint_table.py) the number of its problem, and what
+            more the forward saves of each segment.
     """
 
-    def __init__(self, problems: Sequence[CutProblem]):
+    def __init__(
+        self, problems: Sequence[CutProblem], more: Sequence[Sequence[frozenset[str]]] = ((),)
+    ):
         first, *others = (ForwardPlaces(problem) for problem in problems)
         self.places = [first.names_at(place) for place in first.spaced(others)]
-        read = [segment_costs(problem, self.places) for problem in problems]
-        self.costs = dataclasses.replace(
-            read[0],
-            forms=[form for one in read for form in one.forms],
-            between_bytes=np.max([one.between_bytes for one in read], axis=0),
+        read = [
+            segment_costs(problem, self.places, sets)
+            for problem, sets in zip(problems, more, strict=True)
+        ]
+        self.forms = [(number, saved) for number, one in enumerate(read) for saved in one.saved]
+        self.costs = Costs(
+            [form for one in read for form in one.forms],
+            read[0].forward_us,
+            np.max([one.between_bytes for one in read], axis=0),
+            read[0].new_bytes,
+            read[0].pinned_bytes,
         )
         self._most_bytes = _ROUNDED * self.costs.most_bytes
 
@@ -79,6 +89,8 @@ class Chain:
     def levels(self, placement: Placement) -> dict[str, int]:
         """The values that are stored in a placement, each with its lowest level."""
         found: dict[str, int] = {}
+        for segment, form in enumerate(placement.forms):
+            found.update(dict.fromkeys(self.forms[form][1][segment], 0))
         for stop, level in placement.levels.items():
             for name in self.places[stop - 1]:
                 found[name] = min(level, found.get(name, level))

@@ -14,29 +14,55 @@ many segments and recomputed for the last of them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
 from mstpass.memory.simulate_ops import Moment, Timeline
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.checkpoint_table import Array, Costs, Form
+from mstpass.partition.solvers.checkpoint_table import Array, Form
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.op import CONSTANT, INPUT, VIEW
 from mstpass.problem.problem import CutProblem, Value, pinned_bytes
 from mstpass.problem.saved_set import read_by_backward
 
 
-def segment_costs(problem: CutProblem, places: Sequence[frozenset[str]]) -> Costs:
+@dataclasses.dataclass(frozen=True)
+class SegmentCosts:
+    """A chain in the modes of one problem; the arrays are those of ``Costs``.
+
+    Attributes:
+        forms: with nothing saved but what is alive at places, and then with more.
+        saved: what more the forward saves in each form, by segment.
+    """
+
+    forms: Sequence[Form]
+    saved: Sequence[Sequence[frozenset[str]]]
+    forward_us: Array
+    between_bytes: Array
+    new_bytes: Array
+    pinned_bytes: Array
+
+
+def segment_costs(
+    problem: CutProblem, places: Sequence[frozenset[str]], more: Sequence[frozenset[str]] = ()
+) -> SegmentCosts:
     """The costs of a problem whose modes are chosen.
 
     Args:
         places: the values alive at each place, in the order of the forward.
+        more: sets of values, each of which the forward may save besides.
     """
     reader = _Reader(problem, places)
-    return Costs(
-        [reader.form()],
+    every = (names - reader.stored - reader.whole.saved for names in more)
+    sets = [names for names in every if reader.bytes_of(names)]
+    saved = [[reader.in_segment(names, s) for s in range(reader.count)] for names in (set(), *sets)]
+    forms = (reader.form(), *(reader.form_with(names) for names in sets))
+    return SegmentCosts(
+        forms,
+        saved,
         reader.us(value for value in problem.values if value.forward),
         reader.between_bytes(),
         reader.new_bytes(sum),
@@ -70,17 +96,49 @@ class _Reader:
         return StepSimulation(self.problem, saved)
 
     def form(self) -> Form:
-        """What the segments need and take with the problem's modes."""
-        program = self.apart.program
-        own = [op for op in program.backward if op.name not in self.segment]
-        again_us = self.us(program.backward)
+        """The form in which nothing is saved but what is alive at places."""
+        again_us = self.us(self.apart.program.backward)
         return Form(
-            self.highest(self.apart.backward, self.in_backward),
-            self.highest(self.apart.forward, self.segment),
+            self.highest(self.apart.backward, self.in_backward, self.stored),
+            self.forward_bytes(self.apart, self.stored),
             self._kept_bytes(),
-            self.us(program.forward) + again_us + self.us(own, self.in_backward),
+            self._step_us(self.apart),
             np.maximum(0.0, self.us(self.whole.program.backward) - again_us),
+            np.zeros(self.count),
         )
+
+    def form_with(self, names: frozenset[str]) -> Form:
+        """The form in which the forward saves these values as well."""
+        step = self._step(self.stored | names)
+        segments: dict[str, int] = {}
+        now = 0
+        for op in reversed(step.program.backward):  # recomputed for the next op with a tangent
+            if op.name not in self.segment:
+                now = self.in_backward[op.name]
+            segments[op.name] = now
+        none = np.zeros(self.count)
+        kept_bytes = np.zeros((self.count, self.count))
+        saved = [self.in_segment(names, segment) for segment in range(self.count)]
+        return Form(
+            self.highest(step.backward, segments, self.stored | names),
+            self.forward_bytes(step, self.stored | names),
+            kept_bytes,
+            self._step_us(step),
+            none,
+            np.array([float(self.bytes_of(own)) for own in saved]),
+        )
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.problem.values[self.index[name]].bytes for name in names)
+
+    def in_segment(self, names: Set[str], segment: int) -> frozenset[str]:
+        """Those of the values that a segment of the forward computes."""
+        return frozenset(name for name in names if self.segment[name] == segment)
+
+    def _step_us(self, step: StepSimulation) -> Array:
+        own = [op for op in step.program.backward if op.name not in self.segment]
+        us = self.us(step.program.forward) + self.us(step.program.backward)
+        return us + self.us(own, self.in_backward)
 
     # ---- which op belongs to which segment, and takes how long -----------------------------------
     def _backward_segments(self) -> dict[str, int]:
@@ -120,10 +178,10 @@ class _Reader:
         return us
 
     # ---- bytes -----------------------------------------------------------------------------------
-    def highest(self, timeline: Timeline, segments: Mapping[str, int]) -> Array:
-        """The highest bytes of each segment, besides what is stored."""
+    def highest(self, timeline: Timeline, segments: Mapping[str, int], stored: Set[str]) -> Array:
+        """The highest bytes of each segment, besides these values."""
         changes = np.zeros(len(timeline.moments) + 1)
-        for name in self.stored & timeline.lives.keys():
+        for name in stored & timeline.lives.keys():
             start, end = timeline.lives[name]
             changes[start] += timeline.ops[name].bytes
             changes[end] -= timeline.ops[name].bytes
@@ -132,6 +190,11 @@ class _Reader:
             segment = segments[moment.node]
             found[segment] = max(found[segment], moment.bytes - there)
         return found
+
+    def forward_bytes(self, step: StepSimulation, stored: Set[str]) -> Array:
+        """The highest bytes of each segment in the forward, besides what is stored."""
+        segments = {op.name: self.segment[op.name] for op in step.program.forward}
+        return self.highest(step.forward, segments, stored)
 
     def between_bytes(self) -> Array:
         """What is in memory behind the last moment of each segment of the backward."""
