@@ -45,7 +45,7 @@ def _cheapest(problem: CutProblem) -> int | None:
     return best
 
 
-CUTS = {"min_cut": min_cut, "checkpoints": lambda problem: checkpoints(problem).saved}
+CUTS = {"min_cut": min_cut, "checkpoints": lambda problem: checkpoints(problem).plan.saved}
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -120,7 +120,7 @@ def test_a_layer_saves_less_than_torch_does() -> None:
 
 def test_checkpoints_lie_between_blocks() -> None:
     problem = residual_stream(blocks=9, inner=8)
-    saved = checkpoints(problem).saved
+    saved = checkpoints(problem).plan.saved
     between = {name for name in saved if name.startswith("x")}
     assert 8 <= len(between) <= 10
     assert len(saved) <= len(between) + 1  # and half of the last block, when all are in memory
@@ -141,7 +141,7 @@ def test_a_view_of_symbolic_length_is_in_no_checkpoint_s_way() -> None:
         for v in plain.values
     )
     symbolic = dataclasses.replace(plain, values=(*table, *readers))
-    assert checkpoints(symbolic).saved == checkpoints(plain).saved
+    assert checkpoints(symbolic).plan.saved == checkpoints(plain).plan.saved
 
 
 def _attentions(blocks: int) -> CutProblem:
@@ -219,7 +219,7 @@ def test_a_plan_names_values_of_its_problem() -> None:
 
 def test_checkpoints_see_long_blocks_and_few() -> None:
     """With little inside the blocks, several of them share a checkpoint."""
-    saved = checkpoints(residual_stream(blocks=64, inner=1)).saved
+    saved = checkpoints(residual_stream(blocks=64, inner=1)).plan.saved
     assert 4 <= len(saved) <= 32
 
 
