@@ -27,7 +27,7 @@ def plan_sizes(name):
 
 def is_same(problem, other):
     """Whether two problems differ in nothing but names."""
-    from mstpass.problem.problem import UNFINISHED, renamed
+    from mstpass.problem.names import UNFINISHED, renamed
 
     values, others = (
         {value.name: value for value in (*p.values, *p.backward)} for p in (problem, other)
