@@ -56,6 +56,11 @@ def first_loops(problem: CutProblem) -> dict[str, str]:
     }
 
 
+def fewest_bytes_modes(problem: CutProblem) -> dict[str, str]:
+    """Of each region the mode whose loops return the fewest bytes."""
+    return {r.region: min(_not_outdone(r), key=_returned).name for r in problem.regions}
+
+
 def least_memory_modes(problem: CutProblem) -> dict[str, str]:
     """Of each region the mode that ``least_memory_mode`` chooses."""
     return {region.region: least_memory_mode(region).name for region in problem.regions}
@@ -190,6 +195,16 @@ def _widest(region: RegionModes) -> list[Mode]:
     """
     with_loops = [mode for mode in region.modes if mode.loops] or list(region.modes)
     return [mode for mode in with_loops if mode.wide] or with_loops
+
+
+def _not_outdone(region: RegionModes) -> list[Mode]:
+    """The modes that none outdoes."""
+    modes = _widest(region) if any(mode.wide for mode in region.modes) else region.modes
+    return [m for m in modes if not any(_outdoes(other, m) for other in modes)]
+
+
+def _returned(mode: Mode) -> tuple[bool, int]:
+    return not mode.loops, returned_bytes(mode)
 
 
 def _left_bytes(mode: Mode) -> int:

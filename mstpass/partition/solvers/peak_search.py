@@ -4,11 +4,12 @@ One set of plans leads from the fastest to the one of least memory. Each answer 
 of the set that is within the budget, with the slack of the budget spent (spend_slack.py)::
 
     free                        savings that cost next to no time; then all of them (free_plan.py)
-    region by region            the mode of least memory, with loops that take time
+    region by region            the mode of the fewest bytes, with loops that take time
+    least-memory loops          every region in the mode that keeps fewest bytes, in short chunks
     checkpoints                 what is alive at places is saved     (checkpoint_plans.py)
     step by Inductor alone, and the step without loops: known in any case
 
-The first two are a *sequence*, of which the first plan within the budget is taken. It depends on
+The first three are a *sequence*, of which the first plan within the budget is taken. It depends on
 the budget in one way: a step that changes several regions and reaches the budget is taken region by
 region. None of these has a lower peak than the next plan. So a smaller budget never gives a higher
 peak. No budget takes more time or a higher peak than a plan that is known in any case.

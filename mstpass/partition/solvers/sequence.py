@@ -1,6 +1,6 @@
 """The plans without checkpoints that ``peak_search`` walks over, the fastest first::
 
-    free -> region by region, the mode of least memory
+    free -> region by region, the mode of fewest bytes -> least-memory loops
 
 and of those that lead to checkpoints, for each form::
 
@@ -13,8 +13,9 @@ and reaches the budget is taken region by region.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mstpass.partition.solvers.candidate import (
     Candidate,
@@ -23,9 +24,9 @@ from mstpass.partition.solvers.candidate import (
 )
 from mstpass.partition.solvers.checkpoints import checkpoints, slow_results
 from mstpass.partition.solvers.choose_modes import (
+    fewest_bytes_modes,
     first_loops,
     first_modes,
-    least_memory_modes,
 )
 from mstpass.partition.solvers.free_plan import every_saving, free_plan
 from mstpass.partition.solvers.min_cut import complete
@@ -45,7 +46,7 @@ def sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[C
     yield free
     if savings is not free:
         yield savings
-    yield from _towards_least_memory(problem, savings.plan.modes, budget_bytes)
+    yield from _towards_fewest_bytes(problem, savings.plan.modes, budget_bytes)
     yield problem.cached(least_memory_loops)
 
 
@@ -64,31 +65,37 @@ def with_checkpoints(plan: Candidate) -> Candidate:
     return Candidate(closed, Plan(closed.cached(checkpoints).plan.saved, plan.plan.modes))
 
 
-def _towards_least_memory(
+def _towards_fewest_bytes(
     problem: CutProblem, before: Mapping[str, str], budget_bytes: int | None
 ) -> Iterator[Candidate]:
-    """Put region after region in the mode of least memory, the forward's first region first.
+    """Put region after region in the mode of the fewest bytes, the forward's first region first.
 
     Regions that are whole until a budget asks for loops have their first mode with loops before.
     The step of several regions that reaches the budget is taken region by region.
     """
-    least = least_memory_modes(problem)
-    now = {**first_modes(problem), **before}
-    for modes in ({**least, **first_loops(problem)}, least):
-        yield from _one_by_one(problem, now, modes, budget_bytes)
-        now |= modes
+    fewest = fewest_bytes_modes(problem)
+    before = {**first_modes(problem), **before}
+    for modes in ({**fewest, **first_loops(problem)}, fewest):
+        regions = [name for name in modes if modes[name] != before[name]]
+        plan_at = functools.partial(_with_first_changed, problem, before, modes, regions)
+        for done, count in itertools.pairwise((0, *_counts(len(regions)))):
+            step = plan_at(count)
+            if budget_bytes is not None and step.lowered_within(budget_bytes):
+                yield from _not_beyond(step, map(plan_at, range(done + 1, count)))
+            yield step
+        before = {**before, **modes}
 
 
-def _one_by_one(
-    problem: CutProblem, now: Mapping[str, str], modes: Mapping[str, str], budget_bytes: int | None
-) -> Iterator[Candidate]:
-    changed = [(name, mode) for name, mode in modes.items() if mode != now[name]]
-    plan_at = lambda count: fewest_saved_bytes(problem, {**now, **dict(changed[:count])})
-    for done, count in itertools.pairwise((0, *_counts(len(changed)))):
-        step = plan_at(count)
-        if budget_bytes is not None and step.lowered_within(budget_bytes):
-            yield from _not_beyond(step, map(plan_at, range(done + 1, count)))
-        yield step
+def _with_first_changed(
+    problem: CutProblem,
+    before: Mapping[str, str],
+    modes: Mapping[str, str],
+    regions: Sequence[str],
+    count: int,
+) -> Candidate:
+    """The plan in which the first ``count`` of these regions have their new modes."""
+    changed = {name: modes[name] for name in regions[:count]}
+    return fewest_saved_bytes(problem, {**before, **changed})
 
 
 def _not_beyond(step: Candidate, plans: Iterable[Candidate]) -> Iterator[Candidate]:
