@@ -179,6 +179,12 @@ def forward_of(node: fx.Node) -> fx.Node:
     return result.all_input_nodes[0]
 
 
+def backwards_of(attention: fx.Node) -> set[fx.Node]:
+    """The fused ops that compute the gradients of an attention of the forward."""
+    readers = {user for item in attention.users for user in item.users}
+    return {user for user in readers if is_backward(user) and forward_of(user) is attention}
+
+
 def heads_dim(node: fx.Node) -> int:
     """The dim of heads of the queries, keys, values and results of a fused attention op."""
     attention = ops.attention_of(node)

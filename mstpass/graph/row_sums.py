@@ -378,9 +378,7 @@ def _maximum(pivot: Any) -> tuple[fx.Node | None, fx.Node | None]:
 
 def _shown(node: Any) -> Any:
     """What reshapes of the node show."""
-    while isinstance(node, fx.Node) and ops.is_reshape(node):
-        node = node.all_input_nodes[0]
-    return node
+    return ops.behind(node, ops.is_reshape) if isinstance(node, fx.Node) else node
 
 
 def exponentials(
