@@ -60,16 +60,12 @@ class ChunkCosts:
     copied_bytes_per_us: float | None = None
 
     def __post_init__(self) -> None:
-        rows = [r for r, _ in self.slowdown]
-        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
-            raise ValueError(f"slowdown needs ascending rows, got {rows}")
-        if not (self.chunk_us >= 0 and self.flops_per_us > 0):
-            raise ValueError(f"chunk_us={self.chunk_us}, flops_per_us={self.flops_per_us}")
+        rows, slow = [r for r, _ in self.slowdown], [slow for _, slow in self.slowdown]
         copied = 1.0 if self.copied_bytes_per_us is None else self.copied_bytes_per_us
-        if not all(rate > 0 for rate in (*dict(self.rates).values(), copied)):
-            raise ValueError(f"rates={self.rates}, copied_bytes_per_us={copied}")
-        if not all(slow > 0 for _, slow in self.slowdown):
-            raise ValueError(f"slowdown={self.slowdown}")
+        numbers = *rows[:1], *slow, self.flops_per_us, *dict(self.rates).values(), copied
+        fits = bool(rows) and rows == sorted(set(rows)) and all(number > 0 for number in numbers)
+        if not (fits and self.chunk_us >= 0):
+            raise ValueError(f"rows must be ascending, and rates and times positive: {self}")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype={self.dtype!r} is no dtype of torch")
 
