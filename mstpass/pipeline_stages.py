@@ -27,7 +27,7 @@ from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.plain_values import as_copies
-from mstpass.normalize.products import LeftOut, convolutions_in_vain
+from mstpass.normalize.products import bases_of_convolutions, made_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem, host_memory
 from mstpass.partition.reconstruct import with_reconstruction
@@ -139,12 +139,12 @@ class Planned:
         told = zip(whole, reasons, strict=False)  # none if that failed
         return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 
-    def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
-        """The convolutions that became products of which none is in a loop."""
+    def convolutions_left_whole(self, traced: JointGraph) -> frozenset[str]:
+        """The bases of weights of convolutions that became products of which none is in a loop."""
         looped = names_of(filter(self._plan_of, self.candidates))
         whole = names_of(self.candidates) - looped
-        kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
-        return LeftOut(convolutions=kept - unused)
+        without, unused = (made_in_vain(traced, self.joint, names) for names in (looped, whole))
+        return (without - unused) & bases_of_convolutions(traced)
 
     def _plan_of(self, candidate: RegionCandidates) -> ChunkPlan | None:
         """The loops of a region; None if it stays whole."""
