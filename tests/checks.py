@@ -108,9 +108,9 @@ def check_against_float64(
 
     ``finish`` makes a scalar of the result outside the compiled function.
 
-    In float32 each relative error may exceed eager's by ``beyond``; in bfloat16 (parameters or autocast)
-    the root mean square of all may exceed eager's by 10 %, or by the bound of sums in 16 bits where
-    the report names such loops, and no single one may be over twice it.
+    In float32 each relative error may exceed eager's by ``beyond``; in bfloat16 (parameters or
+    autocast) the root mean square of all may exceed eager's by 10 %, or by the bound of sums in 16
+    bits where the report names such loops, and no single one may be over twice it.
     """
     exact = _exact(model, loss_of, inputs, finish)
     eager = errors(gradients(model, _finished(loss_of(model), finish), inputs, autocast), exact)
