@@ -18,7 +18,6 @@ old one, so a wrong token rule is refused here."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,7 +105,6 @@ class TokenAxis:
         return [[length], [length], chunk_shape([1] * len(shape), spec, length)]
 
 
-@dataclasses.dataclass(frozen=True)
 class QueryAxis(TokenAxis):
     """Tokens of attention's queries; keys and values are whole (attention.py)."""
 

@@ -53,7 +53,7 @@ def lookup(node: fx.Node) -> Row | Refusal:
 def with_token_rules(target: Any) -> Row | Refusal:
     """The row of an op, or the reason why it has no token rules."""
     found = row_of(target)
-    if found.has_token_rules:
+    if found.rule is not None:
         return found
     if found.mixes:
         return Refusal(advice.Reason(f"{target}: {found.mixes}", advice.fix_of(found.mixes)))

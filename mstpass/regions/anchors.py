@@ -17,6 +17,7 @@ from mstpass.graph.advice import STATIC_SIZE
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import Size, generic, generic_shape, hint, is_static
+from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.plans import Rejection
 from mstpass.walk import walk_once
@@ -158,16 +159,10 @@ def _why_refused(node: fx.Node) -> str:
     next batch.
     """
     if ops.is_grouped_matmul(node):
-        row = ops.lookup(node)
-        return row.reason if isinstance(row, Refusal) and _widens(node) else ""
+        row, before = ops.lookup(node), shape_of(node.all_input_nodes[0])
+        widens = shape_of(node)[-1] >= WIDEN * before[-1]
+        return row.reason if isinstance(row, Refusal) and widens else ""
     sizes = widths(node) if ops.is_matmul(node) and anchor_spec(node) is None else None
     if sizes is None or isinstance(sizes[0], int) or nbytes(node) < _SMALL_BYTES:
         return ""
     return SYMBOLIC_WIDTH if hint(sizes[1]) >= WIDEN * hint(sizes[0]) else ""
-
-
-def _widens(node: fx.Node) -> bool:
-    out, source = value_of(node), value_of(node.all_input_nodes[0])
-    if out is None or source is None:
-        return False
-    return generic_shape(out)[-1] >= WIDEN * generic_shape(source)[-1]

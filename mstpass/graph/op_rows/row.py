@@ -156,10 +156,6 @@ class Row:
         return self.runs or _RUNS.get(self.kind, CALL)
 
     @property
-    def has_token_rules(self) -> bool:
-        return self.rule is not None
-
-    @property
     def combine(self) -> str:
         """Where it reduces over tokens, how parts are combined (tokens.Reduced)."""
         combined = self.rule.combined if isinstance(self.rule, Rule) else None
