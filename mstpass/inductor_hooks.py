@@ -8,7 +8,6 @@ then leaves the graph to Inductor.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -83,17 +82,6 @@ class SameForAllError(Exception):
 def warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
     warnings.warn(please_report(told(error), done), stacklevel=3)
     log.debug("mstpass failed", exc_info=error)
-
-
-@contextlib.contextmanager
-def only_told(options: Options, what: str) -> Iterator[None]:
-    """Find out what only reports tell: an error is a line in the log, except under ``strict``."""
-    try:
-        yield
-    except Exception:
-        if options.strict:
-            raise
-        log.debug("mstpass cannot tell %s", what, exc_info=True)
 
 
 def failed(error: Exception) -> Outcome:
@@ -206,35 +194,32 @@ class Partitioner(CustomPartitionerFn):
         if self.planned_for is not None and self.planned_for.bounded:
             if not result.outcome.regions and not result.outcome.rejections:
                 raise SameForAllError
-        outcome = dataclasses.replace(
-            result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm, result)
-        )
-        details = None
-        with only_told(self.options, "what pictures are drawn from"):
+        runner, by_length, details = PassRunner.of(self.options), dict[str, Any](), None
+        with runner.left_out("the peaks of other lengths"):
+            by_length = self._by_length(result, gm.graph)
+        with runner.left_out("the picture of the step"):
             details = collect_details(result)
+        outcome = dataclasses.replace(result.outcome, **by_length, **_what_runs_once(gm, result))
         self.report = Report(outcome, details=details)
+        self.refused(runner)
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         emitted = _nodes([module.graph for module in result.modules])
         self.loops += sum(node.target is mst_loop for node in emitted)
         return result.modules
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
-        """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
+        """The plan's peaks for batches of other sizes; nothing if it serves one."""
         if not self.planned_for or not self.planned_for.sizes or result.modules is None:
             return {}
-        found: dict[str, Any] = {}
-        with only_told(self.options, "the peaks of other lengths"):
-            environment, symbols = symbols_of_inputs(graph)
-            most = {symbols[name]: size for name, size in self.planned_for.sizes}
-            takes_time, budget_bytes = not self.limit.is_free, self.limit.budget_bytes
-            peaks = PeaksByLength(result.modules, environment, most, takes_time)
-            holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
-            found.update(peaks=peaks.table(), budget_holds_for=holds_for)
-        return found
+        environment, symbols = symbols_of_inputs(graph)
+        most = {symbols[name]: size for name, size in self.planned_for.sizes}
+        takes_time, budget_bytes = not self.limit.is_free, self.limit.budget_bytes
+        peaks = PeaksByLength(result.modules, environment, most, takes_time)
+        holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
+        return {"peaks": peaks.table(), "budget_holds_for": holds_for}
 
     def refused(self, runner: PassRunner) -> None:
-        """Add passes over the finished graphs that were refused to the report, and warn of those
-        that failed."""
+        """Add what was refused once there was a plan to the report, and warn of what failed."""
         known = self.report.rejections if self.report is not None else ()
         new = [r for r in runner.refused if r not in known]
         if self.report is not None and new:
