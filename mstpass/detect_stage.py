@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from mstpass.graph.advice import NO_COMPILED_AUTOGRAD
 from mstpass.graph.axes import FEATURES
@@ -17,7 +17,7 @@ from mstpass.loops.candidate_modes import (
 )
 from mstpass.normalize import FOR_SECTIONS, normalized
 from mstpass.normalize.masks_as_flags import WithoutMasks
-from mstpass.normalize.products import NOTHING, LeftOut
+from mstpass.normalize.products import made_in_vain
 from mstpass.options import Options
 from mstpass.partition.torch_partitioner import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
@@ -56,14 +56,14 @@ def detect(
     limit: Limit,
     runner: PassRunner,
     loops_in_backward: bool = True,
-    left_out: LeftOut = NOTHING,
+    kept: Set[str] = frozenset(),
 ) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
     stays as it is, and the rejections are those of the copy, which name the remaining reasons.
     """
-    how = joint, options, limit, runner, loops_in_backward, left_out
+    how = joint, options, limit, runner, loops_in_backward, kept
     if not may_have_blocks(joint, options, limit):
         return _detect(*how, for_blocks=False)
     found = _detect(*how, for_blocks=True)
@@ -80,7 +80,7 @@ def _detect(
     limit: Limit,
     runner: PassRunner,
     loops_in_backward: bool,
-    left_out: LeftOut,
+    kept: Set[str],
     for_blocks: bool,
 ) -> Detected:
     """What the options allow, in one form of the graph, with blocks or without."""
@@ -93,15 +93,15 @@ def _detect(
     def candidates_of(joint: JointGraph) -> tuple[list[RegionCandidates], list[Rejection]]:
         return all_candidates(joint, options, limit, for_blocks, runner)
 
-    joint, prepared, changed = normalized(joint, for_heads, runner, left_out, for_blocks)
+    joint, prepared, changed = normalized(joint, for_heads, runner, kept, for_blocks)
     candidates, rejections = candidates_of(prepared)
-    more = left_out.and_in_vain(joint, prepared, names_of(candidates))
-    if more != left_out and (candidates or more.windows):
-        _, other, of_other = normalized(joint, for_heads, runner, more, for_blocks)
+    in_vain = made_in_vain(joint, prepared, names_of(candidates))
+    if not in_vain <= kept:
+        _, other, of_other = normalized(joint, for_heads, runner, kept | in_vain, for_blocks)
         if of_other != changed:
             prepared, changed = other, of_other
             candidates, others = candidates_of(prepared)
-            rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
+            rejections = [*dict.fromkeys((*others, *rejections))]
     if prepared is not joint and not any(changed.intersection(c.members) for c in candidates):
         prepared, (candidates, _) = joint, candidates_of(joint)
     if not limit.is_free and not all(map(_has_sections, candidates)):

@@ -37,7 +37,6 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_ops import StepMemory
 from mstpass.normalize import MASKS, READ
 from mstpass.normalize.masks_as_flags import WithoutMasks
-from mstpass.normalize.products import NOTHING
 from mstpass.options import Options
 from mstpass.partition.solve import BudgetError, infeasible, missed_budgets
 from mstpass.partition.solvers.least_host_memory import more_host_memory
@@ -194,7 +193,7 @@ def _run_stages(
     plan = functools.partial(pipeline_stages.plan, options, limit, traced, alone, runner)
     planned = plan(detected.joint, detected.candidates)
     whole = planned.convolutions_left_whole(joint)
-    if whole != NOTHING:  # products in one piece would only take longer
+    if whole:  # products in one piece would only take longer
         again = detect(joint, options, limit, runner, loops_in_backward, whole)
         refused = dict.fromkeys((*again.rejections, *detected.rejections, *planned.rejections))
         detected = dataclasses.replace(again, rejections=tuple(refused)).with_masks(masks)

@@ -21,13 +21,13 @@ from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
-from mstpass.loops.apply_plans import CycleError, apply_plans
+from mstpass.loops.apply_plans import apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.normalize.plain_values import as_copies
-from mstpass.normalize.products import LeftOut, convolutions_in_vain
+from mstpass.normalize.products import bases_of_convolutions, made_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem, host_memory
 from mstpass.partition.reconstruct import with_reconstruction
@@ -139,12 +139,12 @@ class Planned:
         told = zip(whole, reasons, strict=False)  # none if that failed
         return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 
-    def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
-        """The convolutions that became products of which none is in a loop."""
+    def convolutions_left_whole(self, traced: JointGraph) -> frozenset[str]:
+        """The bases of weights of convolutions that became products of which none is in a loop."""
         looped = names_of(filter(self._plan_of, self.candidates))
         whole = names_of(self.candidates) - looped
-        kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
-        return LeftOut(convolutions=kept - unused)
+        without, unused = (made_in_vain(traced, self.joint, names) for names in (looped, whole))
+        return (without - unused) & bases_of_convolutions(traced)
 
     def _plan_of(self, candidate: RegionCandidates) -> ChunkPlan | None:
         """The loops of a region; None if it stays whole."""
@@ -232,7 +232,7 @@ def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGr
     return apply_plans(joint, plans), True
 
 
-APPLY_PLANS = Pass("apply_plans", _apply_plans, answers=(CycleError, CannotTake))
+APPLY_PLANS = Pass("apply_plans", _apply_plans, answers=(CannotTake,))
 
 
 def _told(refusal: CannotTake) -> Reason:
@@ -254,14 +254,9 @@ def apply(planned: Planned, runner: PassRunner) -> JointGraph | Planned:
             return rewritten
         alone = plans if len(plans) > 1 else ()
         guilty = [p for p in alone if runner.run(APPLY_PLANS, joint, [p])[1] is None] or [*plans]
-    except (CycleError, CannotTake) as error:
-        if isinstance(error, CycleError):
-            one, reason = error.plan, REPORT(str(error))
-        else:
-            members = [[name for name, _ in plan.members] for plan in plans]
-            one = plans[_holder(error.node, members)]
-            reason = _told(error)
-        guilty, rejections = [one], [rejected("apply", one, reason)]
+    except CannotTake as error:
+        one = plans[_holder(error.node, [[name for name, _ in plan.members] for plan in plans])]
+        guilty, rejections = [one], [rejected("apply", one, _told(error))]
     left = (c for c in planned.candidates if not any(p in guilty for _, p in c.plans))
     refused = (*planned.refused, *rejections)
     return dataclasses.replace(planned, candidates=tuple(left), refused=refused)

@@ -17,7 +17,6 @@ from mstpass import detect_stage
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.candidate_modes import all_candidates
 from mstpass.normalize import normalized
-from mstpass.normalize.products import LeftOut
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
 
@@ -169,7 +168,7 @@ def _one_after_the_other(model: Head, hidden: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [_two_weights, _two_losses, _half, _one_after_the_other])
 def test_other_chunks_stay(loss: Loss) -> None:
     joint = JointGraph(*joint_graph(_step(Head(), loss), *_batch()))
-    plain = normalized(joint, left_out=LeftOut(windows=True))[1]
+    plain = normalized(joint, kept=joint.by_name)[1]
     prepared = normalized(joint)[1]
     count = [
         sum(node.target is torch.ops.aten.mm.default for node in g.nodes) for g in (plain, prepared)

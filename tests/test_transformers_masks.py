@@ -87,8 +87,8 @@ def _gradients(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
     [
         ("Llama", {}),
         ("Qwen3", {}),
-        ("Gemma3", {"sliding_window": N}),
-        ("Mistral", {"sliding_window": N}),
+        ("Gemma3", {"sliding_window": N + 1}),
+        ("Mistral", {"sliding_window": N + 1}),
         ("Bert", {}),
         ("ViT", {}),
     ],

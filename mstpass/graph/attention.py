@@ -97,9 +97,7 @@ def depends_on_head(node: fx.Node) -> bool:
 
 def gradients_of_buffers(node: fx.Node) -> bool:
     """Whether a call returns gradients of what its scores are changed by."""
-    attention = ops.attention_of(node)
-    is_backward = attention is not None and attention.backward
-    return is_backward and any(True for _ in tensors_of(node.meta["val"][3]))
+    return is_backward(node) and any(True for _ in tensors_of(node.meta["val"][3]))
 
 
 def _reads_input(subgraph: Any, number: int) -> bool:
@@ -179,6 +177,12 @@ def forward_of(node: fx.Node) -> fx.Node:
     return result.all_input_nodes[0]
 
 
+def backwards_of(attention: fx.Node) -> set[fx.Node]:
+    """The fused ops that compute the gradients of an attention of the forward."""
+    readers = {user for item in attention.users for user in item.users}
+    return {user for user in readers if is_backward(user) and forward_of(user) is attention}
+
+
 def heads_dim(node: fx.Node) -> int:
     """The dim of heads of the queries, keys, values and results of a fused attention op."""
     attention = ops.attention_of(node)
@@ -228,18 +232,15 @@ def _dim(node: fx.Node, operand: fx.Node, dim: int | None) -> int | None:
     return dim % len(shape)
 
 
-def result_of(node: fx.Node, position: int) -> Held | None:
-    """What a result of an attention holds; None of the state of a generator."""
-    attention = ops.attention_of(node)
+def held_by_item(item: fx.Node) -> Held | None:
+    """What a result of an attention holds, for the item that stands for it; None of the state of a
+    generator."""
+    attention, position = ops.attention_of(item.all_input_nodes[0]), item.args[1]
+    assert isinstance(position, int), "the position is a number"
     if attention is None or position >= attention.results:
         return None
     held = _RESULTS[attention.backward][position]
     return held._replace(heads=attention.heads_dim) if held.heads == _OF_ALL else held
-
-
-def held_by_item(item: fx.Node) -> Held | None:
-    """The same of an item, the node that stands for a result."""
-    return result_of(item.all_input_nodes[0], item.args[1])  # type: ignore[arg-type]
 
 
 def is_summed(item: fx.Node) -> bool:

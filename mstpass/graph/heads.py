@@ -52,7 +52,6 @@ from mstpass.graph.attention import (
     is_attention_item,
     is_flex,
     operands_of,
-    result_of,
 )
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import tensors_of, value_of
@@ -234,19 +233,14 @@ class HeadAxis:
     def size_operands(self, node: fx.Node) -> list[fx.Node]:
         return [operand for operand in node.all_input_nodes if is_size(operand)]
 
-    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
-        shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
-        for position, shape in enumerate(shapes if spec else ()):
-            dim: int | None = spec[0]
-            if is_attention(node):
-                held = result_of(node, position)
-                dim = None if held is None else self.dim_of(held)
-            if dim is not None and shape[dim] != 1:  # of a single key-value head
-                shape[dim] = shape[dim] // self.num_heads * length
-        return shapes
+    def chunk_shape(self, node: fx.Node, spec: Spec, length: Any) -> list[Any]:
+        shape = list(node.meta["val"].shape)
+        if spec:
+            shape[spec[0]] = shape[spec[0]] // self.num_heads * length
+        return shape
 
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
-        (shape,) = self.chunk_shapes(node, spec, length)
+        shape = self.chunk_shape(node, spec, length)
         return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
 
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:

@@ -10,17 +10,16 @@ Here a compiled model's caller says whether it gives positions, for as long as t
 for its thread. Two functions of ``transformers.masking_utils`` listen to that:
 
 ``find_packed_sequence_indices``   finds no packed sequences in positions that all sequences share
-``AttentionMaskInterface``'s sdpa  leaves a mask out where transformers says that a flag will do.
-                                   Under older versions of torch, transformers does not leave it out
-                                   itself in Dynamo (``_ignore_causal_mask_sdpa``)
+``is_torchdynamo_exporting``       is False, so transformers leaves a mask out where a flag will
+                                   do. Dynamo takes it for True before torch 2.14
 
-With positions, with an attention mask, with a filled cache, or with a window that is shorter than
+With positions, with an attention mask, with a filled cache, or with a window that is no longer than
 the sequence, both do what they did, and so they do in every other call. The model, its config and
 its attention stay as they are. Models that join text with other inputs number their positions by
 what the inputs are, so they are left alone.
 
-Source: transformers 5.24, masking_utils.py. There is no interface for the first of the two, so the
-function is exchanged; where a version has another one, nothing is changed.
+Source: transformers 5.24, masking_utils.py. There is no interface for them, so they are exchanged;
+where a version has others, nothing is changed.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_FIND = "find_packed_sequence_indices"
-_SDPA = "sdpa"
-_MASK_ARGUMENTS = ("attention_mask", "local_size", "allow_is_causal_skip")
+_FIND, _EXPORTS = "find_packed_sequence_indices", "is_torchdynamo_exporting"
 
 
 class _Caller(threading.local):
@@ -125,16 +122,15 @@ def prepare() -> bool:
         return False
     with _preparing:
         try:
-            _exchange_find(masking)
-            _register_mask(masking)
+            _exchange(masking)
         except Exception as error:  # a version that is built differently
             log.info("transformers builds a mask for each compiled model: %s", error)
             return False
     return True
 
 
-def _exchange_find(masking: ModuleType) -> None:
-    own: Any = getattr(masking, _FIND)
+def _exchange(masking: ModuleType) -> None:
+    own, exports = getattr(masking, _FIND), getattr(masking, _EXPORTS)
     if hasattr(own, "of_mstpass"):
         return
     if list(inspect.signature(own).parameters) != ["position_ids"]:
@@ -147,47 +143,4 @@ def _exchange_find(masking: ModuleType) -> None:
 
     find.of_mstpass = True  # type: ignore[attr-defined]
     setattr(masking, _FIND, find)
-
-
-def _register_mask(masking: Any) -> None:
-    own = masking.sdpa_mask
-    if masking.ALL_MASK_ATTENTION_FUNCTIONS[_SDPA] is not own:
-        return  # ours is registered, or somebody else's
-    if not set(_MASK_ARGUMENTS) <= set(inspect.signature(own).parameters):
-        raise TypeError("sdpa_mask has other parameters")
-
-    @functools.wraps(own)
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        return None if _a_flag_will_do(*args, **kwargs) else own(*args, **kwargs)
-
-    masking.AttentionMaskInterface.register(_SDPA, mask)
-
-
-def _a_flag_will_do(
-    batch_size: int = 0,
-    q_length: Any = None,
-    kv_length: Any = None,
-    q_offset: Any = None,
-    kv_offset: Any = None,
-    attention_mask: Any = None,
-    local_size: Any = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **_: Any,
-) -> bool:
-    """Whether the mask is all that ``is_causal`` says, or lets all tokens attend to all.
-
-    transformers says by ``allow_is_causal_skip`` that the mask is causal but for padding and a
-    window, and by ``allow_is_bidirectional_skip`` that it is full but for them. No padding is no
-    ``attention_mask``. A window, or a chunk, of ``local_size`` tokens that holds all N positions
-    hides none: N - 1 is the largest distance.
-    """
-    if not _caller.gives_no_positions or attention_mask is not None:
-        return False
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
-        return False
-    if not (type(q_offset) is int and type(kv_offset) is int and q_offset == kv_offset == 0):
-        return False
-    if allow_is_causal_skip and q_length != kv_length:
-        return False
-    return local_size is None or bool(q_length <= local_size and kv_length <= local_size)
+    setattr(masking, _EXPORTS, lambda: not _caller.gives_no_positions and exports())

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
@@ -57,7 +57,6 @@ from mstpass.normalize import (
     unstack,
 )
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
-from mstpass.normalize.products import NOTHING, LeftOut
 from mstpass.passes.runner import Pass, PassRunner
 
 
@@ -123,14 +122,14 @@ def normalized(
     joint: JointGraph,
     for_heads: bool = False,
     runner: PassRunner | None = None,
-    left_out: LeftOut = NOTHING,
+    kept: Container[str] = (),
     for_blocks: bool = False,
 ) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
     Args:
         for_heads: attention may run in loops over heads, so apply what these need as well.
-        left_out: what is not rewritten.
+        kept: the names of bases of which no products are made (products.py).
         for_blocks: and over tokens through attention.
 
     Returns:
@@ -141,10 +140,8 @@ def normalized(
     runner = runner or PassRunner()
     joint, _ = runner.run_all(SIZES, joint)
     steps = (*TOKENS, *(HEADS if for_heads else ()), *(ROWS if for_blocks else ()))
-    if left_out.windows:
-        steps = tuple(step for step in steps if step is not JOIN_PRODUCTS)
-    kept = functools.partial(products.convolutions_as_products, kept=left_out.convolutions)
-    others = dataclasses.replace(CONVOLUTIONS, run=kept)
-    passes = (others if step is CONVOLUTIONS else step for step in steps)
+    left_out = lambda step: dataclasses.replace(step, run=functools.partial(step.run, kept=kept))
+    makers = (CONVOLUTIONS, JOIN_PRODUCTS)
+    passes = (left_out(step) if step in makers else step for step in steps)
     prepared, changed = runner.run_all(passes, joint)
     return joint, prepared, changed

@@ -45,6 +45,7 @@ for what lies between them is computed for nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Container
@@ -68,6 +69,7 @@ from mstpass.normalize.lanes import (
     sink_of,
 )
 from mstpass.normalize.partial import TAKERS, grid_shape, replace_alike, taken_dim
+from mstpass.normalize.products import bases_of
 from mstpass.normalize.window_group import WindowGroup
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
@@ -87,13 +89,17 @@ def join_windows(joint: JointGraph) -> Rewritten:
     return repeated(joint, next_windows, _joined)
 
 
-def join_products(joint: JointGraph) -> Rewritten:
+def join_products(joint: JointGraph, kept: Container[str] = ()) -> Rewritten:
     """Write products of the windows of one value as one product, in a copy of the graph.
+
+    Args:
+        kept: the names of the bases of factors whose products stay as they are.
 
     Returns:
         As ``join_windows``.
     """
-    return repeated(joint, next_product_windows, _joined)
+    next_match = functools.partial(next_product_windows, kept=kept)
+    return repeated(joint, next_match, _joined)
 
 
 def _joined(joint: JointGraph, windows: Windows) -> Rewritten:
@@ -239,14 +245,14 @@ class _Writer:
 
 
 def next_product_windows(
-    joint: JointGraph, tried: Container[str]
+    joint: JointGraph, tried: Container[str], kept: Container[str]
 ) -> tuple[list[str], Windows] | None:
     """The windows of a value that was not tried yet, several of which are multiplied."""
     found: defaultdict[tuple[fx.Node, Spec, int], dict[fx.Node, tuple[int, int]]]
     found = defaultdict(dict)  # source, its token dims, the sliced one of these: items
     product_of: dict[fx.Node, fx.Node] = {}  # of an item the one with the narrowest result
     for anchor, spec in reversed(joint.cached(anchors)):
-        item = _item(anchor, spec)
+        item = None if any(name in kept for name in bases_of(anchor)) else _item(anchor, spec)
         if item is None or item[0].all_input_nodes[0].name in tried:
             continue
         node, of_source = item

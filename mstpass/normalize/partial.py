@@ -173,6 +173,8 @@ def choice_of(node: fx.Node, spec: Spec) -> Choice | None:
     taken = rows_taken(node) if node.target in _SLICES else None
     if taken is None or taken[0] not in spec or taken[1].step != 1 or not taken[1]:
         return None
+    if max(spec) >= len(shape):  # those of another value
+        return None
     return Choice(tuple(shape[d] for d in spec), spec.index(taken[0]), taken[1])
 
 
@@ -220,24 +222,6 @@ def scattered_source(node: fx.Node) -> fx.Node:
     source = node.args[2 if node.target is aten.index_put.default else 1]
     assert isinstance(source, fx.Node), "the source is a node"
     return source
-
-
-def grid_spec(node: fx.Node, shape: Sequence[int], grid: Sequence[int], axis: int) -> Spec | None:
-    """The dims of a value that hold the token dims of a choice; None if it has none.
-
-    Dims of size 1 may stand between them.
-
-    Args:
-        node: makes or writes a choice along the dim at ``axis`` of the grid.
-        shape: of the value of which it takes some, or that it writes into.
-    """
-    dim = taken_dim(node)
-    before = [d for d in range(dim) if shape[d] != 1]
-    after = [d for d in range(dim + 1, len(shape)) if shape[d] != 1]
-    if len(before) < axis:
-        return None
-    spec = (*before[len(before) - axis :], dim, *after[: len(grid) - axis - 1])
-    return spec if [shape[d] for d in spec] == list(grid) else None
 
 
 # ---- values for other tokens ---------------------------------------------------------------------
@@ -311,7 +295,7 @@ class Partial:
 
     def summed(self, node: fx.Node, operand: fx.Node, spec: Spec) -> fx.Node:
         """A node that sums over the tokens of an operand, over those of the grid."""
-        needs = ops.sum_operands(node, operand, spec)
+        needs = self.axis.sum_operands(node, operand, spec)
         each = {
             n: self.value(n, needs[n]) if needs.get(n) else self.whole(n, node, spec)
             for n in node.all_input_nodes
@@ -330,8 +314,7 @@ class Partial:
         return self.builder.filled(shape, 0, like.meta["val"])
 
     def _chunk_shape(self, like: fx.Node, spec: Spec) -> list[Any]:
-        (shape,) = self.axis.chunk_shapes(like, spec, self.length)
-        return shape
+        return self.axis.chunk_shape(like, spec, self.length)
 
     def on_grid(self, value: fx.Node, like: fx.Node, spec: Spec, grid: Sequence[Any]) -> fx.Node:
         """A value on a grid; ``like`` has it in its token dims.

@@ -12,7 +12,7 @@ over pixels. Its gradients are products as well, with g = rows(gradient) [N, C]:
 Each is the same sum in another order. A convolution that widens no value, or that reads neighbours
 (a larger kernel, a stride, padding, groups), stays what it is.
 
-``LeftOut``: what is not rewritten, because the products that would be made end in no loop.
+``made_in_vain``: what is not rewritten, because the products that would be made end in no loop.
 
 Two rewrites make products: of chunks that a user has made (join_windows.py), and of convolutions.
 The chunks may need less memory, and the convolution less time, than a product of all tokens in one
@@ -33,7 +33,6 @@ has to be made.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container
 from typing import Any
 
@@ -56,12 +55,12 @@ def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Re
     """Rewrite them in a copy of the graph, with their gradients.
 
     Args:
-        kept: the names of weights whose convolutions stay as they are.
+        kept: the names of the bases of weights whose convolutions stay as they are.
 
     Returns:
         The copy and the names of the nodes made; the graph itself if no convolution widens.
     """
-    weights = {weight for weight in weights_of_one_element(joint) if weight.name not in kept}
+    weights = {w for w in weights_of_one_element(joint) if ops.base_of(w).name not in kept}
     written = (node for node in joint.nodes if node.target in _WRITERS)
     found = (n for n in written if argument(n, "weight") in weights and _has_one_element(n))
     return rewritten(joint, found, lambda copy, node: _WRITERS[node.target](copy, node))
@@ -148,54 +147,29 @@ _WRITERS: dict[Any, Any] = {
 
 
 # ---- what is not rewritten -----------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """What is not rewritten.
-
-    Attributes:
-        windows: products of the chunks that a user has made.
-        convolutions: those with weights of these names.
-    """
-
-    windows: bool = False
-    convolutions: frozenset[str] = frozenset()
-
-    def and_in_vain(
-        self, joint: JointGraph, prepared: JointGraph, members: Container[str]
-    ) -> LeftOut:
-        """The same, with what has made products that are in no region.
-
-        Args:
-            joint: the graph before the rewrites.
-            prepared: the one after them.
-            members: the names of the nodes of its regions.
-        """
-        convolutions = convolutions_in_vain(joint, prepared, members)
-        weights = {ops.base_of(joint.by_name[name]).name for name in convolutions}
-        windows = any(
-            node.name not in members and _weights(node).isdisjoint(weights)
-            for node, _ in prepared.cached(anchors)
-            if node.name not in joint.by_name
-        )
-        return LeftOut(self.windows or windows, self.convolutions | convolutions)
-
-
-NOTHING = LeftOut()
-
-
-def convolutions_in_vain(
+def made_in_vain(
     joint: JointGraph, prepared: JointGraph, members: Container[str]
 ) -> frozenset[str]:
-    """The weights of the convolutions of which no product is in a region."""
-    used: set[str] = set()
-    for node in prepared.nodes:
-        if node.name in members and ops.is_matmul(node) and node not in prepared.backward:
-            used |= _weights(node)
-    weights = weights_of_one_element(joint)
-    return frozenset(each.name for each in weights if ops.base_of(each).name not in used)
+    """The bases of what is multiplied in products that rewrites have made, and in no region.
+
+    Args:
+        joint: the graph before the rewrites.
+        prepared: the one after them.
+        members: the names of the nodes of its regions.
+    """
+    of_members = (n for n in prepared.nodes if n.name in members and n not in prepared.backward)
+    used = (bases_of(node) for node in of_members if ops.is_matmul(node))
+    made = (bases_of(n) for n, _ in prepared.cached(anchors) if n.name not in joint.by_name)
+    return frozenset(bases_of_convolutions(joint).union(*made).difference(*used))
 
 
-def _weights(product: fx.Node) -> set[str]:
+def bases_of_convolutions(joint: JointGraph) -> set[str]:
+    """The names of what the weights of convolutions that are products are views of."""
+    return {ops.base_of(weight).name for weight in weights_of_one_element(joint)}
+
+
+def bases_of(product: fx.Node) -> set[str]:
+    """The names of what the factors of a product are views of: weights among them."""
     return {ops.base_of(factor).name for factor in ops.matmul_factors(product)}
 
 

@@ -115,10 +115,10 @@ def means_as_sums(joint: JointGraph) -> Rewritten:
     Returns:
         The copy and the names of the sums in it; the graph itself if it has no such mean.
     """
-    return rewritten(joint, _over_tokens(joint, _MEANS), _replace_by_sum)
+    return rewritten(joint, _over_tokens(joint, _MEANS), mean_as_sum)
 
 
-def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
+def mean_as_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
     """The sum, divided by the number of its elements."""
     (operand,) = mean.all_input_nodes
     value, shape = mean.meta["val"], operand.meta["val"].shape

@@ -36,38 +36,34 @@ rounded, as those of separate heads are, and added up in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.linearity import is_zero
-from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
-from mstpass.graph.sizes import same_shape
-from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.rewriting import Rewriting, Rewritten, repeated, rewritten
+from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import CannotTake, Refusal, Spec
+from mstpass.graph.tokens import ANY, MAX, MIN, SUM, CannotTake, Reduced, Refusal, Spec
 from mstpass.normalize.divided_products import Division, next_divisions
 from mstpass.normalize.partial import Partial, downstream, replace_alike
-from mstpass.normalize.parts import (
-    CATS,
-    COMBINED,
-    LOW_PRECISION,
-    MEANS,
-    Parts,
-    PartsFlow,
-)
+from mstpass.normalize.parts import CATS, LOW_PRECISION, PartsFlow, parts_of_cat
+from mstpass.normalize.sums_over_tokens import mean_as_sum
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_Whole = Callable[[fx.Node], fx.Node]
-_NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
+Whole = Callable[[fx.Node], fx.Node]
+_COMBINE: Mapping[Reduced, Any] = {  # the op that combines what two parts are reduced to
+    SUM: aten.add.Tensor,
+    MAX: aten.maximum.default,
+    MIN: aten.minimum.default,
+    ANY: aten.logical_or.default,
+}
 
 
 def unstack(joint: JointGraph) -> Rewritten:
@@ -77,9 +73,17 @@ def unstack(joint: JointGraph) -> Rewritten:
         The copy and the names of the nodes that were changed or made; the graph itself if there is
         no such value.
     """
-    joint, of_cats = repeated(joint, _next_cat, lambda *cat: _Unstacker(*cat).unstack())
+    joint, of_cats = repeated(joint, _next_cat, _unstacked)
     joint, of_products = repeated(joint, next_divisions, divided)
     return joint, of_cats | of_products
+
+
+def _unstacked(joint: JointGraph, found: tuple[fx.Node, float]) -> Rewritten:
+    cat, wide_numel = found
+    rewriting = Rewriting(_with_sums(joint, wide_numel))
+    whole = rewriting.joint.by_name[cat.name]
+    flow = PartsFlow(rewriting.joint, whole, wide_numel, *parts_of_cat(whole))
+    return Unstacker(rewriting, flow).unstack()
 
 
 def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
@@ -90,12 +94,22 @@ def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGrap
     """
     changed: set[str] = set()
     for division in divisions:
-        product = joint.by_name[division.product]
-        wide_numel = WIDE_OF_ANCHOR * numel(product) / len(division.parts.lengths)
-        parts = division.held, division.parts
-        joint, names = _Unstacker(joint, (product, wide_numel), parts).unstack()
+        product, count = joint.by_name[division.product], len(division.parts.lengths)
+        wide_numel = WIDE_OF_ANCHOR * numel(product) / count
+        rewriting = Rewriting(_with_sums(joint, wide_numel))
+        product = rewriting.joint.by_name[division.product]
+        where = division.held, division.parts
+        flow = PartsFlow(rewriting.joint, product, wide_numel, *where, is_product=True)
+        joint, names = Unstacker(rewriting, flow).unstack()
         changed |= names
     return joint, changed
+
+
+def _with_sums(joint: JointGraph, wide_numel: float) -> JointGraph:
+    """The graph with sums, which parts can add up, in the place of means of wide values."""
+    means = (node for node in joint.nodes if node.target is aten.mean.dim)
+    wide = (node for node in means if numel(node.all_input_nodes[0]) >= wide_numel)
+    return rewritten(joint, wide, mean_as_sum)[0]
 
 
 def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.Node, float]] | None:
@@ -112,22 +126,35 @@ def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.N
     return None
 
 
-class _Part(Partial):
+class Part(Partial):
     """One part of the values that consist of parts."""
 
-    def __init__(self, rewriting: Rewriting, flow: PartsFlow, number: int, whole: _Whole):
-        super().__init__(rewriting, (), flow.axis, flow.parts.lengths[number])
+    def __init__(
+        self,
+        rewriting: Rewriting,
+        flow: PartsFlow,
+        number: int,
+        whole: Whole,
+        grid: Sequence[Size] = (),
+    ):
+        length = flow.parts.lengths[number] if flow.parts.lengths else None
+        super().__init__(rewriting, grid, flow.axis, length)
         self.flow, self.number, self.put_together = flow, number, whole
 
     def is_given(self, node: fx.Node, spec: Spec) -> bool:
-        flow, held = self.flow, HeadDim(*spec)
-        if node in flow.held:
-            if flow.held[node] != held:
-                raise CannotTake(node, "has its parts in another dim")
-            return flow.parts.written(node, held) is not None
-        wide = flow.is_wide(node) or any(map(flow.is_wide, node.all_input_nodes))
-        computed = wide or self._is_of_weight(node)
-        return not computed or isinstance(self.axis.operand_specs(node, held), Refusal)
+        flow = self.flow
+        if node not in flow.held:
+            refused = isinstance(self.axis.operand_specs(node, spec), Refusal)
+            return refused or not self.is_computed(node)
+        if flow.held[node] != spec:
+            raise CannotTake(node, "has its parts in another dim")
+        is_zero = self.number in flow.zero.get(node, ())
+        return is_zero or flow.parts.written(node, spec) is not None
+
+    def is_computed(self, node: fx.Node) -> bool:
+        """Whether no part is taken of a value of which nothing else is known."""
+        wide = self.flow.is_wide(node) or any(map(self.flow.is_wide, node.all_input_nodes))
+        return wide or self._is_of_weight(node)
 
     def _is_of_weight(self, node: fx.Node) -> bool:
         """Whether a slice is taken where a weight enters the step."""
@@ -135,55 +162,52 @@ class _Part(Partial):
 
     def given(self, node: fx.Node, spec: Spec) -> fx.Node:
         """What is written, or zeros; a slice of a value of which nothing else is known."""
-        if node in self.flow.held:
-            written = self.flow.parts.written(node, HeadDim(*spec)) or {}
-            if self.number not in written:
-                return self.zeros(node, spec)
-            return self.in_chunk_form(written[self.number], node, spec)
+        if node not in self.flow.held:
+            return self.in_chunk_form(self.taken(node, spec), node, spec)
+        written = self.flow.parts.written(node, spec) or {}
+        if self.number not in written:
+            return self.zeros(node, spec)
+        return self.in_chunk_form(written[self.number], node, spec)
+
+    def taken(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """The part of a value."""
         shape, dim = self.axis.stacked(node.meta["val"].shape, spec)
         heads, bounds = self.sizes.reshaped(node, shape), self.flow.parts.bounds(self.number)
-        part = self.builder.call(aten.slice.Tensor, heads, dim, *bounds)
-        return self.in_chunk_form(part, node, spec)
+        return self.builder.call(aten.slice.Tensor, heads, dim, *bounds)
 
     def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
-        parts = {n: self.known[n, s] for n, s in self._needed((node, spec))}
-        zero = {n for n, part in parts.items() if n in self.flow.held and is_zero(part)}
-        if zero and ops.row(node).linear(node, zero):  # 0 whatever the dtype
-            return self.zeros(node, spec)
-        if zero and (other := _other_term(node, zero)) is not None:
-            return parts[other]
+        zero = self.flow.zero_in(self.number, node.all_input_nodes)
+        if zero and not self.is_given(node, spec):
+            if (other := _other_term(node, zero)) is not None:
+                return self.known[other, spec]
         if node.target is aten.clone.default and self._is_of_weight(node):
-            if all(part.meta["val"].is_contiguous() for part in parts.values()):
-                return next(iter(parts.values()))
+            parts = [self.known[key] for key in self._needed((node, spec))]
+            if parts and all(part.meta["val"].is_contiguous() for part in parts):
+                return parts[0]
         return super().compute(node, spec)
+
+    def together(self, node: fx.Node, held: Spec, each: Sequence[Part]) -> fx.Node:
+        """All parts of a value, in any shape."""
+        shape = node.meta["val"].shape
+        stacked = [self.axis.stacked(shape, held, one.length) for one in each]
+        pairs = zip(each, stacked, strict=True)
+        parts = [self.sizes.reshaped(one.value(node, held), to) for one, (to, _) in pairs]
+        return self.builder.call(aten.cat.default, parts, stacked[0][1])
 
     def whole(self, node: fx.Node, reader: fx.Node, spec: Spec) -> fx.Node:
         return self.put_together(node) if node in self.flow.held else node
 
 
-class _Unstacker:
-    """Computes what is made from one concatenation part by part, in a copy of the graph.
+class Unstacker:
+    """Computes what has parts part by part, in a copy of the graph."""
 
-    Args:
-        whole: the concatenation, and from how many elements on a value is wide.
-        divided: where a product that is divided, in the place of a concatenation, has its parts,
-            and these.
-    """
-
-    def __init__(
-        self,
-        joint: JointGraph,
-        whole: tuple[fx.Node, float],
-        divided: tuple[HeadDim, Parts] | None = None,
-    ):
-        self.rewriting, (cat, wide_numel) = Rewriting(joint), whole
-        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
-        self.sizes = self.rewriting.sizes
-        self.cat = self.joint.by_name[cat.name]
-        self.flow = flow = PartsFlow(self.joint, self.cat, wide_numel, divided)
-        numbers = range(len(flow.parts.lengths))
-        self.each = [_Part(self.rewriting, flow, number, self._whole) for number in numbers]
-        self.put_together: dict[fx.Node, fx.Node] = {}
+    def __init__(self, rewriting: Rewriting, flow: PartsFlow, part: type[Part] = Part):
+        self.rewriting, self.flow = rewriting, flow
+        self.joint, self.builder = rewriting.joint, rewriting.builder
+        self.sizes = rewriting.sizes
+        computed = sorted(flow.parts.numbers - flow.parts.rest)
+        self.each = {number: part(rewriting, flow, number, self.whole) for number in computed}
+        self.whole_values: dict[fx.Node, fx.Node] = {}
         self.in_parts = {*flow.held, *flow.picks, *flow.combined}
 
     def unstack(self) -> Rewritten:
@@ -201,10 +225,10 @@ class _Unstacker:
                 elif node in self.flow.combined:
                     replace_alike(self.rewriting, node, self._combination(node))
                 elif node in self.flow.held and (readers := node.users.keys() - self.in_parts):
-                    self.rewriting.replace(node, self._whole(node), [*readers])
+                    self.rewriting.replace(node, self.whole(node), [*readers])
         return self.rewriting.result()
 
-    def _whole(self, node: fx.Node) -> fx.Node:
+    def whole(self, node: fx.Node) -> fx.Node:
         """The parts of a narrow value put together.
 
         Raises:
@@ -212,14 +236,11 @@ class _Unstacker:
         """
         if self.flow.is_wide(node):
             raise CannotTake(node, "the whole of it is needed")
-        if node not in self.put_together:
-            held, shape = self.flow.held[node], node.meta["val"].shape
-            stacked = [self.flow.axis.stacked(shape, held, one.length) for one in self.each]
-            pairs = zip(self.each, stacked, strict=True)
-            parts = [self.sizes.reshaped(one.value(node, held), to) for one, (to, _) in pairs]
-            together = self.builder.call(aten.cat.default, parts, stacked[0][1])
-            self.put_together[node] = self.sizes.reshaped(together, shape)
-        return self.put_together[node]
+        if node not in self.whole_values:
+            each = [*self.each.values()]
+            together = each[0].together(node, self.flow.held[node], each)
+            self.whole_values[node] = self.sizes.reshaped(together, node.meta["val"].shape)
+        return self.whole_values[node]
 
     # ---- what reads the parts --------------------------------------------------------------------
     def _pick(self, node: fx.Node) -> fx.Node:
@@ -231,57 +252,45 @@ class _Unstacker:
     def _combination(self, node: fx.Node) -> fx.Node:
         """A reduction over the parts, or a product that sums over them."""
         source = next(n for n in node.all_input_nodes if n in self.flow.held)
-        held = self.flow.held[source]
-        needs: OperandSpecs = {source: held}
-        if ops.is_matmul(node):
-            needs = self.flow.axis.sum_operands(node, source, held)
+        how, dtype = self.flow.combined[node], node.meta["val"].dtype
         total: fx.Node | None = None
-        for one in self.each:
-            each = {n: one.value(n, spec) for n, spec in needs.items()}
-            if node.target not in _NOT_SUMS and is_zero(each[source]):
+        for number in sorted(self.flow.parts.numbers):
+            zero = self.flow.zero_in(number, node.all_input_nodes)
+            if zero and how == SUM and ops.row(node).linear(node, zero):
                 continue
-            result = self._reduced(node, each)
+            if number not in self.each:
+                raise CannotTake(node, "sums over values that are not computed")
+            result = self._reduced(node, source, self.each[number])
             if self._sums_wide(node, source):
                 result = self.builder.call(_CONVERT, result, torch.float32)
-            combine: Any = COMBINED.get(node.target, aten.add.Tensor)
-            total = result if total is None else self.builder.call(combine, total, result)
+            total = result if total is None else self.builder.call(_COMBINE[how], total, result)
         if total is None:
             raise CannotTake(node, "all its parts are zero")
-        dtype = node.meta["val"].dtype
         if total.meta["val"].dtype != dtype:
             total = self.builder.call(_CONVERT, total, dtype)
-        return total if node.target not in MEANS else self._mean(node, source, total)
+        return total
 
     def _sums_wide(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether the results of a product's parts are added up in float32.
 
         A loop over tokens adds gradients of weights up in float32 by itself.
         """
-        low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
+        low = node.meta["val"].dtype in LOW_PRECISION and self.flow.combined[node] == SUM
         return self.flow.is_product and low and self.flow.narrow.isdisjoint((source, node))
 
-    def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The node's op on one part; the sum of it for a mean."""
-        value = node.meta["val"]
+    def _reduced(self, node: fx.Node, source: fx.Node, one: Part) -> fx.Node:
+        """The node's op on one part."""
+        value, held = node.meta["val"], self.flow.held[source]
         if ops.is_reduction(node):
-            (part,) = each.values()
-            shape, dtype = shape_of(part), part.meta["val"].dtype
-            dims = reduced_dims(node, len(shape))
-            if math.prod(shape[d] for d in dims) == 1 and dtype == value.dtype:
+            part = one.value(source, held)
+            shape = shape_of(part)
+            single = math.prod(shape[d] for d in reduced_dims(node, len(shape))) == 1
+            if single and part.meta["val"].dtype == value.dtype:
                 return self.sizes.reshaped(part, list(value.shape))
-            if dtype in LOW_PRECISION and node.target not in _NOT_SUMS:
-                raise CannotTake(node, f"each part of its sum would be rounded to {dtype}")
-            if node.target in MEANS:
-                keepdim = value.dim() == len(shape)
-                return self.builder.call(aten.sum.dim_IntList, part, dims, keepdim)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: each.get(n, n))
-        return self.builder.call(node.target, *args, **kwargs)
-
-    def _mean(self, node: fx.Node, source: fx.Node, total: fx.Node) -> fx.Node:
-        shape = source.meta["val"].shape
-        dims = reduced_dims(node, len(shape))
-        (count,) = self.sizes.arguments([math.prod(shape[d] for d in dims)])
-        return self.builder.call(aten.div.Tensor, total, count)
+            several, is_sum = len(self.each) > 1, self.flow.combined[node] == SUM
+            if several and is_sum and value.dtype in LOW_PRECISION:
+                raise CannotTake(node, f"each part of its sum would be rounded to {value.dtype}")
+        return one.summed(node, source, held)
 
 
 def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:

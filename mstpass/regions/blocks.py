@@ -26,6 +26,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.advice import OWN_LOOPS
 from mstpass.graph.attention import (
+    backwards_of,
     is_attention,
     is_attention_item,
     is_backward,
@@ -203,8 +204,7 @@ class _Block(Growth):
         joint = self.joint
         of_mlp = {joint.by_name[n]: spec for n, spec in self.mlp.members if spec != WHOLE}
         own = {node for node in of_mlp if not ops.is_constant(node)} - joint.forward
-        out = {user for user in self.attention.users if is_attention_item(user)}
-        own |= {u for item in out for u in item.users if is_attention(u) and is_backward(u)}
+        own |= backwards_of(self.attention)
         own |= {item for node in own if is_attention(node) for item in node.users}
         if not any(map(is_attention, own)):
             raise CannotTake(
@@ -243,8 +243,7 @@ class _Block(Growth):
 
         It may be cast to a wider dtype, as a norm's weight is by the norm's gradient in torch 2.15.
         """
-        while node.op == "call_function" and ops.widens(node):
-            node = node.all_input_nodes[0]
+        node = ops.behind(node, ops.widens)
         if ops.is_constant(node):
             return True
         base = ops.base_of(node)

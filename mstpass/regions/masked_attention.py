@@ -23,7 +23,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.advice import HEADS_APART, NO_MASK, NO_MASK_OR_BUDGET
-from mstpass.graph.attention import OTHER_RESULT, ROWS, is_backward, mask_of
+from mstpass.graph.attention import OTHER_RESULT, ROWS, backwards_of, is_backward, mask_of
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.node_meta import source_of
@@ -58,15 +58,9 @@ def detect_masked_attention(
 
 
 def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Region:
-    result = next((n for n in attention.users if n.args[1] == 0), attention)
-    backwards = [
-        user
-        for user in result.users
-        if mask_of(user) is not None and is_backward(user) and argument(user, "out") is result
-    ]
     query = argument(attention, "query").meta["val"]
     growth, masks = Growth(joint, QUERY_AXIS), _Masks(joint, QUERY_AXIS)
-    for node in (attention, *backwards):
+    for node in (attention, *backwards_of(attention)):
         growth.specs[node] = (ROWS,)
         masks.add_mask(node, growth.required_specs(node))  # its sizes are fixed, so the queries are
         for item in node.users:

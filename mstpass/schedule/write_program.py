@@ -190,14 +190,8 @@ class _Writer:
         """The new node for an old one; what is not written yet is written first."""
         name = name or old.name
         if name not in self.env:
-            stack = [old]
-            while stack:
-                node = stack[-1]
-                missing = [n for n in node.all_input_nodes if n.name not in self.env]
-                if missing:
-                    stack += missing
-                    continue
-                stack.pop()
+            missing = lambda n: [i for i in reversed(n.all_input_nodes) if i.name not in self.env]
+            for node in needed_first(old, missing, ()):
                 if node.name not in self.env:
                     self.env[node.name] = new = self.graph.node_copy(node, self._operand_of(node))
                     self.renewal.renew(new)
