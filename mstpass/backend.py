@@ -160,7 +160,7 @@ def _again(graph: Captured) -> Make | None:
     except LookupError as why:
         log.debug("no leaner plan: %s", why)
         return None
-    least = PlannedFor((), bounded=False, must_fit=True)
+    least = PlannedFor(must_fit=True)
     fake = dataclasses.replace(graph.of_this_rank(), inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
@@ -253,7 +253,7 @@ def _held_to_budget(report: Report, graph: Captured, limit: Limit, key: str) -> 
     if not report.cached:
         store.remember(report, key)
     has_plan = not report.outcome.no_plan
-    if has_plan and graph.planned_for is not None and graph.planned_for.must_fit:
+    if has_plan and graph.planned_for.must_fit:
         raise DoesNotFitError
     if graph.options.strict:
         raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)

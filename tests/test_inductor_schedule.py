@@ -18,6 +18,7 @@ from torch._inductor.virtualized import V
 import mstpass
 from mstpass import backend, inductor_hooks, pipeline
 from mstpass.bench.models import MLPs, Step
+from mstpass.captured import OF_INPUTS
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
@@ -241,7 +242,7 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "_compiled", again)
     first = backend.Partitioner(Options(memory_budget=100))
     first.report = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
-    graph: Any = SimpleNamespace(planned_for=None)
+    graph: Any = SimpleNamespace(planned_for=OF_INPUTS)
     compiled: Any = "of 120"
     found, best = backend._within_budget(graph, compiled, first)
     assert found == "of 95" and best.report is not None and best.report.peak_bytes == 95
