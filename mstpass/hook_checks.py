@@ -65,7 +65,7 @@ def check_calls(
 def _warn_unread(wrong: str) -> None:
     """Loops were lowered, so the step has them. What is not known is Inductor's final order."""
     warnings.warn(
-        f"mstpass cannot see Inductor's schedule. Found with {wrong}. Budgets are held to simulated "
-        f"peaks alone, and that kernels wait for loops is not checked. {ADVICE}.",
+        f"mstpass cannot see Inductor's schedule. Found with {wrong}. Budgets are held to "
+        f"simulated peaks alone, and that kernels wait for loops is not checked. {ADVICE}.",
         stacklevel=3,
     )

@@ -216,8 +216,7 @@ class _Writer:
     def _reload(self, op: Op) -> fx.Node:
         on_host, value = self.env[op.inputs[0]], self.nodes[op.node_name].meta["val"]
         strided = is_static(value) and not value.is_contiguous()
-        layout = (list(value.shape), list(value.stride())) if strided else ()
-        args = (on_host, value.device, *layout)
+        args = (on_host, value.device, *([list(value.stride())] if strided else ()))
         return self._call(host_copy_ops.RELOAD, args, f"{op.node_name}_reload", value)
 
     def _await_reload(self, op: Op) -> fx.Node:
