@@ -39,7 +39,6 @@ from mstpass.inductor_hooks import (
     Partitioner,
     check_fit,
     failed,
-    only_told,
     uuid,
     warn_of,
 )
@@ -47,14 +46,16 @@ from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
-from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
+from mstpass.out_of_memory import Compiled, CompiledPlan, Make, with_leaner_plans
 from mstpass.partition.solve import BudgetError, missed_budgets, over_budget
+from mstpass.passes.runner import PassRunner
 from mstpass.plans_by_length import plans_by_length
 from mstpass.report import store
 from mstpass.report.graph_ends import lost, warn_of_budget, with_graph_ends, without_plan
 from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import (
+    CompiledFunctions,
     backwards_may_keep_graphs,
     has_backward_hooks,
     traces_backward_again,
@@ -159,7 +160,7 @@ def _again(graph: Captured) -> Make | None:
     except LookupError as why:
         log.debug("no leaner plan: %s", why)
         return None
-    least = PlannedFor((), bounded=False, must_fit=True)
+    least = PlannedFor(must_fit=True)
     fake = dataclasses.replace(graph.of_this_rank(), inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
@@ -212,7 +213,7 @@ def _compiled_and_reported(
         stored = stored or [lost()]
         for earlier in stored:
             store.keep(earlier)
-        return dataclasses.replace(compiled, report=_held_to_budget(stored[-1], graph, limit, key))
+        return CompiledPlan(*compiled, at_last, _held_to_budget(stored[-1], graph, limit, key))
     if limit.is_free and limit.budget_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
     if not report.outcome.no_plan:
@@ -225,12 +226,12 @@ def _compiled_and_reported(
         store.remember(report, key)  # with the graph in the cache: another time ranks may agree
         return _without_repeated_collectives(graph, limit, why)
     report = report.with_outcome(notes=(*report.outcome.notes, *notes))
-    with only_told(options, "where this graph ends"):
+    with PassRunner.of(options).left_out("where this graph ends"):
         report = with_graph_ends(report, graph.module, graph.inputs)
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
-    return dataclasses.replace(compiled, report=report)
+    return CompiledPlan(*compiled, partitioner.limit, report)
 
 
 def _held_to_budget(report: Report, graph: Captured, limit: Limit, key: str) -> Report:
@@ -252,7 +253,7 @@ def _held_to_budget(report: Report, graph: Captured, limit: Limit, key: str) -> 
     if not report.cached:
         store.remember(report, key)
     has_plan = not report.outcome.no_plan
-    if has_plan and graph.planned_for is not None and graph.planned_for.must_fit:
+    if has_plan and graph.planned_for.must_fit:
         raise DoesNotFitError
     if graph.options.strict:
         raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
@@ -293,7 +294,10 @@ def _write_reports(reports: Sequence[Report], options: Options) -> None:
         warnings.warn(said, stacklevel=2)
 
 
-def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:
+_Compiled = tuple[Compiled, CompiledFunctions]  # and the autograd functions that run its backward
+
+
+def _compiled(graph: Captured, partitioner: Partitioner) -> _Compiled:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     users, takes_time = graph.users, not partitioner.limit.is_free
     mender = MendScheduler(_users_hook(FUSION_HOOK, users))
@@ -317,12 +321,12 @@ def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:
         partitioner.report = without_plan(graph.module, graph.inputs)
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
-    return CompiledPlan(compiled, partitioner.limit, partitioner.report, functions)
+    return compiled, functions
 
 
 def _within_budget(
-    graph: Captured, compiled: CompiledPlan, partitioner: Partitioner
-) -> tuple[CompiledPlan, Partitioner]:
+    graph: Captured, compiled: _Compiled, partitioner: Partitioner
+) -> tuple[_Compiled, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
     The last round, of a plan that saves less, is taken where the best schedule needs more than was

@@ -25,7 +25,7 @@ _PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 
 @dataclasses.dataclass(frozen=True)
 class PlannedFor:
-    """The batch that a graph of symbolic sizes is planned for.
+    """The batch that a graph is planned for; by default, that of its inputs.
 
     Attributes:
         sizes: the value of each symbol, by its name.
@@ -33,14 +33,17 @@ class PlannedFor:
         must_fit: a plan that exceeds the budget in bytes is none.
     """
 
-    sizes: tuple[tuple[str, int], ...]
-    bounded: bool = True
+    sizes: tuple[tuple[str, int], ...] = ()
+    bounded: bool = False
     must_fit: bool = False
 
     @property
     def key(self) -> str:
         """What a plan depends on, the same in every process."""
         return f"{self.sizes} {self.bounded}"
+
+
+OF_INPUTS = PlannedFor()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,6 @@ class Captured:
         inputs: tensors and sizes; fake ones, except in the first compilation.
         users: Inductor's settings as the user wants them.
         drop: the logits that the graph no longer returns.
-        planned_for: None: the batch of the inputs, whose sizes are static or have one plan.
     """
 
     module: fx.GraphModule
@@ -59,7 +61,7 @@ class Captured:
     users: dict[str, Any]
     options: Options
     drop: Drop
-    planned_for: PlannedFor | None = None
+    planned_for: PlannedFor = OF_INPUTS
 
     def of_this_rank(self) -> Captured:
         """The same for a plan that other ranks do not have: it repeats no collective."""

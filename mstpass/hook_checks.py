@@ -8,7 +8,7 @@ exists proves nothing, so each compilation is held to what it must have done::
                                          results                              (ReadSchedule)
     a graph was compiled afresh       => the last graph pass was called       (`check_calls`)
     the partitioner returned loops    => all of them were lowered, and kernels were seen before
-                                         they were fused, and after
+                                         they were fused, and after, and when code was written
 
 The first two are checked inside of the hooks, before Inductor caches anything. The counts cost
 nothing, and the schedule is walked over once. Where a check fails, the graph is compiled by
@@ -27,7 +27,6 @@ from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
 FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
-_UNREAD = f"{SCHEDULE_HOOK} is not called"
 
 
 def check_calls(
@@ -54,18 +53,19 @@ def check_calls(
         raise LostLoopError(f"torch has compiled {lowering.loops} of {partitioner.loops} loops")
     if lowering.loops and not mender.graphs:
         raise TorchChangedError(f"{FUSION_HOOK} is not called")
-    if lowering.loops and not reader.graphs:
+    if lowering.loops and not 0 < reader.graphs == reader.checked:
+        not_called = "Scheduler.codegen" if reader.graphs else SCHEDULE_HOOK
+        unread = TorchChangedError(f"{not_called} is not called")
         if partitioner.options.strict:
-            raise TorchChangedError(_UNREAD)
-        _warn_unread()
+            raise unread
+        _warn_unread(str(unread))
 
 
 @functools.cache
-def _warn_unread() -> None:
+def _warn_unread(wrong: str) -> None:
     """Loops were lowered, so the step has them. What is not known is Inductor's final order."""
     warnings.warn(
-        f"mstpass cannot see Inductor's schedule. Found with {TorchChangedError(_UNREAD)}. Budgets "
-        "are held to simulated peaks alone, and that kernels wait for loops is not checked. "
-        f"{ADVICE}.",
+        f"mstpass cannot see Inductor's schedule. Found with {wrong}. Budgets are held to "
+        f"simulated peaks alone, and that kernels wait for loops is not checked. {ADVICE}.",
         stacklevel=3,
     )

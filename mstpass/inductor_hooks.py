@@ -8,7 +8,6 @@ then leaves the graph to Inductor.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +21,7 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.captured import PlannedFor
+from mstpass.captured import OF_INPUTS, PlannedFor
 from mstpass.errors import please_report, told
 from mstpass.graph import device_costs
 from mstpass.graph.advice import REPORT
@@ -85,17 +84,6 @@ def warn_of(error: Exception, done: str = "left it to Inductor: the step has no 
     log.debug("mstpass failed", exc_info=error)
 
 
-@contextlib.contextmanager
-def only_told(options: Options, what: str) -> Iterator[None]:
-    """Find out what only reports tell: an error is a line in the log, except under ``strict``."""
-    try:
-        yield
-    except Exception:
-        if options.strict:
-            raise
-        log.debug("mstpass cannot tell %s", what, exc_info=True)
-
-
 def failed(error: Exception) -> Outcome:
     return Outcome(rejections=(Rejection("error", "graph", REPORT(told(error))),))
 
@@ -119,7 +107,7 @@ def uuid(
     options: Options,
     limit: Limit | None = None,
     loops_in_backward: bool = True,
-    planned_for: PlannedFor | None = None,
+    planned_for: PlannedFor = OF_INPUTS,
 ) -> str:
     """A cache key of all that decides a plan besides the graph: sources, options, stored costs,
     and the sizes that it is made for.
@@ -133,12 +121,8 @@ def uuid(
     decided = f"{limit.share}-{budget}-{limit.peak_bytes}"
     others = dataclasses.replace(options, memory_budget="free").fingerprint()
     plan = f"{others}-{decided}-{device_costs.fingerprint()}"
-    key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}-{_key(planned_for)}"
+    key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}-{planned_for.key}"
     return key if loops_in_backward else f"{key}-forward-loops"
-
-
-def _key(planned_for: PlannedFor | None) -> str:
-    return "" if planned_for is None else planned_for.key
 
 
 class Partitioner(CustomPartitionerFn):
@@ -148,7 +132,7 @@ class Partitioner(CustomPartitionerFn):
         limit: what the plan may take. A free plan that is not within the budget in bytes is an
             error.
         cached: the compile caches may give the graph, and keep it.
-        planned_for: the batch that the plan is made for; None: that of the inputs.
+        planned_for: the batch that the plan is made for.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
@@ -163,7 +147,7 @@ class Partitioner(CustomPartitionerFn):
         options: Options,
         limit: Limit | None = None,
         cached: bool = True,
-        planned_for: PlannedFor | None = None,
+        planned_for: PlannedFor = OF_INPUTS,
     ):
         self.options, self.limit, self.cached = options, limit or Limit.of(options), cached
         self.planned_for = planned_for
@@ -189,7 +173,7 @@ class Partitioner(CustomPartitionerFn):
                 self.options,
                 limit=self.limit,
                 loops_in_backward=self.loops_in_backward,
-                must_fit=self.planned_for is not None and self.planned_for.must_fit,
+                must_fit=self.planned_for.must_fit,
                 before_schedule=True,
                 **pipeline_kwargs(kwargs),
             )
@@ -203,38 +187,34 @@ class Partitioner(CustomPartitionerFn):
             raise
         assert result.modules is not None, "the modules are known"
         check_fit(result.outcome, self.limit)
-        if self.planned_for is not None and self.planned_for.bounded:
-            if not result.outcome.regions and not result.outcome.rejections:
-                raise SameForAllError
-        outcome = dataclasses.replace(
-            result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm, result)
-        )
-        details = None
-        with only_told(self.options, "what pictures are drawn from"):
+        if not (result.outcome.regions or result.outcome.rejections) and self.planned_for.bounded:
+            raise SameForAllError
+        runner, by_length, details = PassRunner.of(self.options), dict[str, Any](), None
+        with runner.left_out("the peaks of other lengths"):
+            by_length = self._by_length(result, gm.graph)
+        with runner.left_out("the picture of the step"):
             details = collect_details(result)
+        outcome = dataclasses.replace(result.outcome, **by_length, **_what_runs_once(gm, result))
         self.report = Report(outcome, details=details)
+        self.refused(runner)
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         emitted = _nodes([module.graph for module in result.modules])
         self.loops += sum(node.target is mst_loop for node in emitted)
         return result.modules
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
-        """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
-        if not self.planned_for or not self.planned_for.sizes or result.modules is None:
+        """The plan's peaks for batches of other sizes; nothing if it serves one."""
+        if not self.planned_for.sizes or result.modules is None:
             return {}
-        found: dict[str, Any] = {}
-        with only_told(self.options, "the peaks of other lengths"):
-            environment, symbols = symbols_of_inputs(graph)
-            most = {symbols[name]: size for name, size in self.planned_for.sizes}
-            takes_time, budget_bytes = not self.limit.is_free, self.limit.budget_bytes
-            peaks = PeaksByLength(result.modules, environment, most, takes_time)
-            holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
-            found.update(peaks=peaks.table(), budget_holds_for=holds_for)
-        return found
+        environment, symbols = symbols_of_inputs(graph)
+        most = {symbols[name]: size for name, size in self.planned_for.sizes}
+        takes_time, budget_bytes = not self.limit.is_free, self.limit.budget_bytes
+        peaks = PeaksByLength(result.modules, environment, most, takes_time)
+        holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
+        return {"peaks": peaks.table(), "budget_holds_for": holds_for}
 
     def refused(self, runner: PassRunner) -> None:
-        """Add passes over the finished graphs that were refused to the report, and warn of those
-        that failed."""
+        """Add what was refused once there was a plan to the report, and warn of what failed."""
         known = self.report.rejections if self.report is not None else ()
         new = [r for r in runner.refused if r not in known]
         if self.report is not None and new:
@@ -326,5 +306,5 @@ class LowerLoops(CustomGraphPass):
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if not self.cached or (self.users_pass is not None and theirs is None):
             return None  # the user's pass has no key: not cacheable, as without mstpass
-        planned_for = _key(self.partitioner.planned_for)
+        planned_for = self.partitioner.planned_for.key
         return f"mstpass-{_sources_hash()}-{self.takes_time}-{theirs}-{planned_for}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import networkx as nx
 
@@ -35,19 +34,6 @@ _TOO_LONG = "take too long without a budget"
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
 
-class _Compared(NamedTuple):
-    """The peaks of the step with a region whole and with its loops, and the time of its loops.
-
-    Both save the fewest bytes. ``extra_time`` is a fraction of the step under Inductor alone, and
-    ``loops`` tells the axes of the loops, with the number of chunks along each.
-    """
-
-    whole_bytes: int
-    chunked_bytes: int
-    extra_time: float
-    loops: str
-
-
 def reasons_left_whole(
     problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], limit: Limit
 ) -> list[str]:
@@ -68,8 +54,7 @@ def reasons_left_whole(
     found: dict[str, str] = {}
     for group in alike.values():
         room -= len(problem.values)
-        compared = _compared(problem, plan, group[0], whole) if room > 0 else None
-        reason = _by_numbers(problem, compared, limit) if compared else ""
+        reason = _by_numbers(problem, plan, group[0], whole, limit) if room > 0 else ""
         reason = reason or _elsewhere(simulation, group, limit)
         found |= {candidate.region: reason for candidate in group}
     reasons = [found[candidate.region] for candidate in left]
@@ -98,14 +83,23 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
     return (candidate.optional, candidate.whole_first, *modes)
 
 
-def _compared(
-    problem: CutProblem, plan: Plan, candidate: RegionCandidates, whole: Callable[[], int]
-) -> _Compared | None:
-    """The region whole, as in the plan, and in its mode of least memory; None if that cannot be
-    told."""
+def _by_numbers(
+    problem: CutProblem,
+    plan: Plan,
+    candidate: RegionCandidates,
+    whole: Callable[[], int],
+    limit: Limit,
+) -> str:
+    """The reason, if the peak or the time of the region's loops is it; else an empty text.
+
+    The region whole, as in the plan, and in its mode of least memory: both save the fewest bytes.
+
+    Args:
+        whole: the peak of the first.
+    """
     region = next((r for r in problem.regions if r.region == candidate.region), None)
     if region is None:  # of the graph as it was traced, the problem has no regions
-        return None
+        return ""
     mode = least_memory_mode(region).name
     loops = candidate.plan_in(mode)
     assert loops is not None, "least memory is that of loops"
@@ -113,10 +107,27 @@ def _compared(
         whole_bytes = whole()
         chunked = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
     except (Cycle, nx.NetworkXUnbounded):
-        return None
+        return ""
+    chunked_bytes, text = chunked.peak_bytes, _loops_text(loops)
+    peaks = f"from {bytes_text(whole_bytes)} to {bytes_text(chunked_bytes)}"
+    if chunked_bytes > TIE * whole_bytes:
+        return advice.MORE_ROWS_LOWER(
+            f"{text} here would raise the step's peak, {peaks}, by the sums and gradients that "
+            "their loops keep"
+        )
+    if TIE * chunked_bytes >= whole_bytes or limit.is_least:
+        return ""
+    lowered = f"{text} here would lower the step's peak, {peaks}"
+    if not limit.is_free:
+        return advice.LOWER_BUDGET(f"{lowered}, but the budget is met without them")
     before_us = problem.cached(baseline).us
     extra_time = chunked.us / before_us - 1 if before_us else 0.0
-    return _Compared(whole_bytes, chunked.peak_bytes, extra_time, _loops_text(loops))
+    if extra_time <= problem.free_overhead:
+        return ""
+    return advice.SET_BUDGET(
+        f"{lowered}, but {_TOO_LONG}: the step would take "
+        f"{extra_time:.1%} more time, and free_overhead allows {problem.free_overhead:.1%}"
+    )
 
 
 def _loops_text(plan: ChunkPlan) -> str:
@@ -124,27 +135,6 @@ def _loops_text(plan: ChunkPlan) -> str:
     cuts = dict.fromkeys((loop.cut.axis, loop.cut.count) for loop in plan.loops)
     first, *others = ((str(count), f"of {axis}") for axis, count in cuts)
     return " and ".join([" chunks ".join(first), *map(" ".join, others)])
-
-
-def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
-    """The reason, if the peak or the time of the region's loops is it; else an empty text."""
-    whole, chunked = bytes_text(compared.whole_bytes), bytes_text(compared.chunked_bytes)
-    if compared.chunked_bytes > TIE * compared.whole_bytes:
-        return advice.MORE_ROWS_LOWER(
-            f"{compared.loops} here would raise the step's peak, from {whole} to {chunked}, by the "
-            "sums and gradients that their loops keep"
-        )
-    if TIE * compared.chunked_bytes >= compared.whole_bytes or limit.is_least:
-        return ""
-    lowered = f"{compared.loops} here would lower the step's peak, from {whole} to {chunked}"
-    if not limit.is_free:
-        return advice.LOWER_BUDGET(f"{lowered}, but the budget is met without them")
-    if compared.extra_time <= problem.free_overhead:
-        return ""
-    return advice.SET_BUDGET(
-        f"{lowered}, but {_TOO_LONG}: the step would take "
-        f"{compared.extra_time:.1%} more time, and free_overhead allows {problem.free_overhead:.1%}"
-    )
 
 
 def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], limit: Limit) -> str:

@@ -45,18 +45,18 @@ class CompiledPlan:
     """A compiled graph and the plan that it follows.
 
     Attributes:
-        report: None while it is made; it says so if the graph has no plan.
         functions: its autograd functions, which run its backward.
+        report: it says so if the graph has no plan.
     """
 
     run: Compiled
-    limit: Limit
-    report: Report | None
     functions: CompiledFunctions
+    limit: Limit
+    report: Report
 
     @property
     def peak_bytes(self) -> int | None:
-        return self.report.peak_bytes if self.report is not None else None
+        return self.report.peak_bytes
 
 
 Make = Callable[[Limit, Sequence[Any]], CompiledPlan]
@@ -69,7 +69,7 @@ def with_leaner_plans(plan: CompiledPlan, graph: Captured, make: Make | None) ->
         make: compiles the graph within a limit, for a call with these arguments. It raises
             ``DoesNotFitError`` if there is no such plan. None: the graph cannot be compiled again.
     """
-    if plan.report is None or plan.report.outcome.no_plan or _is_left_as_it_is(graph):
+    if plan.report.outcome.no_plan or _is_left_as_it_is(graph):
         return plan.run
     tensors = (x for x in graph.inputs if isinstance(x, torch.Tensor))
     devices = [x.device for x in tensors]
@@ -92,7 +92,6 @@ class LeanerPlans:
     """
 
     def __init__(self, plan: CompiledPlan, device: torch.device, make: Make | None, strict: bool):
-        assert plan.report is not None, "the report is known"
         vars(self).update(vars(plan.run))  # such as torch's function that stores it
         self.device, self.make, self.strict = device, make, strict
         self.earlier: list[CompiledPlan] = []
@@ -132,7 +131,7 @@ class LeanerPlans:
     def _take(self, plan: CompiledPlan) -> None:
         self.plan, self._due = plan, None
         self._is_least = plan.limit.is_least  # or no leaner plan was found
-        collectives = plan.report.outcome.collectives if plan.report is not None else None
+        collectives = plan.report.outcome.collectives
         if collectives is not None and collectives.repeated:
             self.make = None  # other ranks run this plan too
         plan.functions.on_error = functools.partial(self._backward_failed, plan)
@@ -186,7 +185,6 @@ class LeanerPlans:
     # ---- leaner plans --------------------------------------------------------------------------
     def _why_not_again(self) -> str:
         """Why a forward that failed cannot run again; "" if it can."""
-        assert self.plan.report is not None, "the report is known"
         if self.make is None:
             return "it cannot be compiled again"
         if self._is_least:
@@ -253,7 +251,6 @@ class LeanerPlans:
     # ---- words ---------------------------------------------------------------------------------
     def _explained(self, failure: Failure, plan: CompiledPlan, why: str = "") -> str:
         """The message of an error, with what is known of the plan and what to do."""
-        assert plan.report is not None, "the report is known"
         next_one = plan is self.plan and self.make is not None and not self._is_least
         return (
             f"{failure.text}\n"
@@ -279,8 +276,6 @@ def _waits(plan: CompiledPlan) -> bool:
 
 
 def _is_leaner(plan: CompiledPlan, other: CompiledPlan) -> bool:
-    if plan.report is None:
-        return False
     ours, theirs = plan.peak_bytes, other.peak_bytes
     return ours is None or theirs is None or ours < theirs
 

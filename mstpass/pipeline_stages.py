@@ -21,7 +21,7 @@ from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
-from mstpass.loops.apply_plans import CycleError, apply_plans
+from mstpass.loops.apply_plans import apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import copied_nodes, region_modes
 from mstpass.memory.program import Program
@@ -232,7 +232,7 @@ def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGr
     return apply_plans(joint, plans), True
 
 
-APPLY_PLANS = Pass("apply_plans", _apply_plans, answers=(CycleError, CannotTake))
+APPLY_PLANS = Pass("apply_plans", _apply_plans, answers=(CannotTake,))
 
 
 def _told(refusal: CannotTake) -> Reason:
@@ -254,14 +254,9 @@ def apply(planned: Planned, runner: PassRunner) -> JointGraph | Planned:
             return rewritten
         alone = plans if len(plans) > 1 else ()
         guilty = [p for p in alone if runner.run(APPLY_PLANS, joint, [p])[1] is None] or [*plans]
-    except (CycleError, CannotTake) as error:
-        if isinstance(error, CycleError):
-            one, reason = error.plan, REPORT(str(error))
-        else:
-            members = [[name for name, _ in plan.members] for plan in plans]
-            one = plans[_holder(error.node, members)]
-            reason = _told(error)
-        guilty, rejections = [one], [rejected("apply", one, reason)]
+    except CannotTake as error:
+        one = plans[_holder(error.node, [[name for name, _ in plan.members] for plan in plans])]
+        guilty, rejections = [one], [rejected("apply", one, _told(error))]
     left = (c for c in planned.candidates if not any(p in guilty for _, p in c.plans))
     refused = (*planned.refused, *rejections)
     return dataclasses.replace(planned, candidates=tuple(left), refused=refused)

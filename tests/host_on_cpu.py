@@ -55,10 +55,9 @@ def _offload(tensor: Tensor) -> Tensor:
     return _begin(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
-def _reload(tensor, device, original_size=None, original_stride=None):  # type: ignore[no-untyped-def]
+def _reload(tensor: Tensor, device: torch.device, stride: list[int] | None = None) -> Tensor:
     _made.reloaded += 1
-    target = host_copy_ops.on_device(tensor, device, original_size, original_stride)
-    return _begin(tensor, target)
+    return _begin(tensor, host_copy_ops.on_device(tensor, device, stride))
 
 
 def _wait(tensor: Tensor, last_use: Tensor) -> Tensor:

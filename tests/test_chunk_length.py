@@ -14,7 +14,7 @@ from mstpass import pipeline
 from mstpass.gpus import GPUS, gpu
 from mstpass.graph.call_work import moved_bytes
 from mstpass.graph.device_costs import _CPU, GOOD, Costs, _cpu_costs
-from mstpass.graph.gpu_costs import GpuCosts
+from mstpass.graph.gpu_costs import GpuCosts, least_rows
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.loop_work import product_of
 from mstpass.loops.chunk_length import _equal_chunks, _rows
@@ -101,7 +101,7 @@ COSTS: list[Costs] = [_cpu_costs(_CPU, 2), *map(GpuCosts, map(gpu, sorted(GPUS))
 @example(COSTS[0], 66, 2)  # two chunks of fewer rows than products should have
 def test_chunks_of_any_count_cover_the_tokens(costs: Costs, tokens: int, num_chunks: int) -> None:
     work = head(max(tokens, 32 * num_chunks), 512, 32_000)
-    fewest = costs.least_rows_of_products(work, costs.tolerable)
+    fewest = least_rows(costs.slowdown, work, costs.tolerable)
     rows = _equal_chunks(num_chunks, work, costs, fewest)
     assert 1 <= rows <= work.tokens
     assert rows % costs.grain == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from mstpass import backend, pipeline
 from mstpass.bench import loops
-from mstpass.graph import device_costs
+from mstpass.graph import device_costs, gpu_costs
 from mstpass.graph.device_costs import GOOD, Costs
-from mstpass.graph.gpu_costs import GpuCosts
+from mstpass.graph.gpu_costs import GpuCosts, least_rows
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.loop_work import ROWS, LoopWork, Product, TokenProduct
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
@@ -50,10 +51,11 @@ def test_more_rows_never_cost_more(rows: int, operations: int) -> None:
 @given(st.integers(1000, 10**9), st.sampled_from([GOOD, 1.10, 1.5]))
 def test_least_rows_keep_the_limit_and_fewer_do_not(operations: int, limit: float) -> None:
     some = work(operations)
-    rows = SOME.least_rows(some, limit)
-    assert SOME.relative_time(some, rows) <= limit
-    assert rows == 16 or SOME.relative_time(some, rows - 16) > limit
-    assert SOME.least_rows_of_products(some, limit) <= rows
+    rows = least_rows(SOME.relative_time, some, limit)
+    assert rows >= some.tokens or SOME.relative_time(some, rows) <= limit
+    *_, shorter = (0, *itertools.takewhile(lambda length: length < rows, gpu_costs._lengths()))
+    assert not shorter or SOME.relative_time(some, shorter) > limit
+    assert least_rows(SOME.slowdown, some, limit) <= rows
 
 
 def test_measured_points_are_met() -> None:

@@ -16,7 +16,7 @@ from mstpass.gpus import GPUS, gpu
 from mstpass.graph import gpu_costs
 from mstpass.graph.call_work import AttentionWork
 from mstpass.graph.device_costs import GOOD
-from mstpass.graph.gpu_costs import GRAIN, KERNEL_US, GpuCosts
+from mstpass.graph.gpu_costs import GRAIN, KERNEL_US, GpuCosts, least_rows
 from mstpass.graph.loop_work import (
     BATCH,
     COLUMNS,
@@ -208,11 +208,8 @@ def test_an_overlapping_chunk_is_computed_in_full() -> None:
 @pytest.mark.parametrize("limit", [1.05, 1.2, 2.0])
 def test_least_rows_are_aligned_and_keep_the_limit(name: str, limit: float) -> None:
     costs, work = GpuCosts(gpu(name)), head(16_384, 2048, 50_257)
-    for least, relative in (
-        (costs.least_rows, costs.relative_time),
-        (costs.least_rows_of_products, costs.slowdown),
-    ):
-        rows = least(work, limit)
+    for relative in (costs.relative_time, costs.slowdown):
+        rows = least_rows(relative, work, limit)
         assert rows % GRAIN == 0
         assert relative(work, rows) <= limit
         for shorter in itertools.islice(gpu_costs._lengths(), 200):
@@ -220,8 +217,8 @@ def test_least_rows_are_aligned_and_keep_the_limit(name: str, limit: float) -> N
 
 
 def test_work_that_is_never_fast_enough_gets_all_tokens() -> None:
-    assert H100.least_rows(head(512, 16, 32), 1.05) >= 512
-    assert H100.least_rows(LoopWork(512, (), moved_bytes=100.0), 1.05) >= 512
+    assert least_rows(H100.relative_time, head(512, 16, 32), 1.05) >= 512
+    assert least_rows(H100.relative_time, LoopWork(512, (), moved_bytes=100.0), 1.05) >= 512
     assert H100.loop_us(LoopWork(1, ()), 16) > 0
 
 
@@ -265,7 +262,7 @@ def documented(name: str) -> str:
     costs, work = GpuCosts(kind), head(8192, 4096, 128_256, dtype)
     peak = f"{kind.flops_per_us[dtype] / 1e6:.0f}" + ("" if dtype == BF16 else " (fp16)")
     slower = (f"{costs.relative_time(work, rows):.2f}x" for rows in (512, 1024, 2048))
-    whole_ms, least = costs.whole_us(work) / 1e3, costs.least_rows_of_products(work, 1.2)
+    whole_ms, least = costs.whole_us(work) / 1e3, least_rows(costs.slowdown, work, 1.2)
     bandwidth = f"{kind.memory_bytes_per_us / 1e3:.0f}"
     return f"| {' | '.join([name, peak, bandwidth, f'{whole_ms:.1f}', *slower, str(least)])} |"
 

@@ -6,6 +6,7 @@ says what torch no longer does, and ``strict=True`` raises it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -247,6 +248,27 @@ def test_the_schedule_cannot_be_seen(monkeypatch: Patch, change: Callable[..., N
     assert _has_loops()
     assert mstpass.reports()[-1].outcome.scheduled_peak_bytes is None
     _strict_raises(_Head(), "_post_fusion_custom_pass is not called")
+
+
+def _written_by_another(patch: Patch) -> None:
+    """The code of a graph is written by another function than the one that its scheduler has."""
+    write = scheduler.Scheduler.codegen
+    own = property(lambda one: functools.partial(write, one), lambda one, value: None)
+    patch.setattr(scheduler.Scheduler, "codegen", own)
+
+
+def test_the_order_of_loops_cannot_be_checked(fallback: None, monkeypatch: Patch) -> None:
+    """The kernels were seen, but not when they were in their final order."""
+    _written_by_another(monkeypatch)
+    _strict_raises(_Head(), "Scheduler.codegen is not called")
+
+
+@pytest.mark.full
+def test_the_order_of_loops_is_not_checked(monkeypatch: Patch) -> None:
+    _written_by_another(monkeypatch)
+    (told,) = _run(_Head())
+    assert "that kernels wait for loops is not checked" in told and "Scheduler.codegen" in told
+    assert _has_loops()
 
 
 def _is_loop(kernel: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from mstpass.bench.problems import load
 from mstpass.memory.host_copies import (
     HostCopy,
-    Moved,
     offload_copies,
     reload_copies,
     with_reloads,
@@ -77,13 +77,13 @@ def _without_host(problem: CutProblem) -> CutProblem:
 def test_copies_to_the_host_begin_behind_their_values_and_end_before_the_waits(
     times_us: list[float], data: st.DataObject
 ) -> None:
-    values = _values(times_us, data)
+    values = sorted(_values(times_us, data), key=operator.itemgetter(2))
     copies = offload_copies(times_us, values, bytes_per_us=1.0)
     clock = [0.0, *itertools.accumulate(times_us)]
     _check_one_after_the_other(copies)
-    position = {value.name: value.position for value in values}
+    places = {name: place for name, _, place in values}
     for copy in copies:
-        assert copy.begun == position[copy.name] + 1 <= copy.awaited <= len(times_us)
+        assert copy.begun == places[copy.name] + 1 <= copy.awaited <= len(times_us)
         assert copy.start_us >= clock[copy.begun]
         waits_at_end = copy.awaited == len(times_us)
         assert copy.end_us <= clock[copy.awaited] or waits_at_end
@@ -98,13 +98,13 @@ def test_copies_from_the_host_are_there_when_they_are_read(
     times_us: list[float], data: st.DataObject
 ) -> None:
     values = _values(times_us, data)
-    back = sorted((Reload(v.name, v.bytes, (v.position,)) for v in values), key=_first_use)
+    back = sorted((Reload(name, size, (p,)) for name, size, p in values), key=_first_use)
     copies = reload_copies(times_us, back, bytes_per_us=1.0)
     clock = [0.0, *itertools.accumulate(times_us)]
     _check_one_after_the_other(copies)
     stalled_us = 0.0
     for copy in copies:
-        assert copy.begun <= copy.awaited == {v.name: v.position for v in values}[copy.name]
+        assert copy.begun <= copy.awaited == {name: place for name, _, place in values}[copy.name]
         stalled_us += copy.stall_us
         assert copy.end_us <= clock[copy.awaited] + stalled_us
     if stalled_us:  # only if copies need all the time there is from the start
@@ -112,10 +112,10 @@ def test_copies_from_the_host_are_there_when_they_are_read(
         assert copies[0].begun == 0 or stalled_us <= tolerated_us
 
 
-def _values(times_us: list[float], data: st.DataObject) -> list[Moved]:
+def _values(times_us: list[float], data: st.DataObject) -> list[tuple[str, int, int]]:
     places = st.lists(st.integers(0, len(times_us) - 1), max_size=6)
     sizes = st.integers(1, 60)
-    return [Moved(f"v{i}", data.draw(sizes), p) for i, p in enumerate(data.draw(places))]
+    return [(f"v{i}", data.draw(sizes), p) for i, p in enumerate(data.draw(places))]
 
 
 def _check_one_after_the_other(copies: list[HostCopy]) -> None:

@@ -13,15 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.virtualized import V
 
 import mstpass
 from mstpass import backend, inductor_hooks, pipeline
 from mstpass.bench.models import MLPs, Step
+from mstpass.captured import OF_INPUTS
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
 from mstpass.plans import Outcome
+from mstpass.torch_internals import inductor_schedule
 from mstpass.torch_internals.pretended_ranks import pretended_ranks
 
 pytestmark = pytest.mark.sampled(2)
@@ -239,7 +242,7 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "_compiled", again)
     first = backend.Partitioner(Options(memory_budget=100))
     first.report = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
-    graph: Any = SimpleNamespace(planned_for=None)
+    graph: Any = SimpleNamespace(planned_for=OF_INPUTS)
     compiled: Any = "of 120"
     found, best = backend._within_budget(graph, compiled, first)
     assert found == "of 95" and best.report is not None and best.report.peak_bytes == 95
@@ -289,6 +292,39 @@ def test_an_unreadable_schedule_leaves_the_simulated_peak(
     assert outcome.scheduled_peak_bytes is None and outcome.peak_bytes is not None
     (told,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert "cannot read Inductor's schedule" in told and "no such scheduler" in told
+
+
+# What Inductor writes behind a kernel of a GPU that adds up rows in parts, in a workspace.
+_PARTS = "workspace_0[1 * (512) * (1024) : (1 + 1) * (512) * (1024)].view(512, 1024)"
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize(
+    ("line", "allocates"),
+    [
+        (f"buf9 = {_PARTS}.sum(dim=0)", True),  # torch 2.11
+        (f"buf9 = {_PARTS}.sum(dim=0).view([1024])", True),
+        (f"buf9 = {_PARTS}.sum(dim=0).view([1, 1024]).to(torch.bfloat16)", True),
+        (f"buf9 = {_PARTS}.amax(dim=0).view([1024])", True),
+        (f"buf9.copy_({_PARTS}.sum(dim=0).view([1024]))", False),  # it has a line of its own
+        ("buf9 = buf7; del buf7  # reuse", False),
+        ("del workspace_0", False),
+    ],
+)
+def test_the_sum_of_partial_sums_has_a_buffer(
+    line: str, allocates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = SimpleNamespace(
+        name="graph",
+        name_to_buffer={"buf9": SimpleNamespace(get_name=lambda: "buf9")},
+        wrapper_code=SimpleNamespace(lines=[line]),
+        scheduler=SimpleNamespace(nodes=[]),
+        is_inference=True,
+    )
+    monkeypatch.setattr(inductor_schedule, "_bytes_of", lambda *_: 4096)
+    with V.set_graph_handler(graph):
+        found = inductor_schedule.read_schedule().lines
+    assert [line.allocated for line in found] == [{"buf9": 4096}] * allocates
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -87,4 +87,5 @@ def test_hugging_face_models(name: str, autocast: str | None) -> None:
         memory_budget=0.0,
         chunk_tokens=64,
         reconstruct="tolerant",
+        beyond=2e-6,  # docs/reconstruction.md: an inverse may add 1.2e-7, and each layer has some
     )

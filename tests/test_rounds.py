@@ -96,7 +96,7 @@ def test_any_number_of_rows_in_one_graph() -> None:
         return F.cross_entropy(logits, labels) + logits.logsumexp(0).mean()
 
     run = compiled(step, chunk_tokens=CHUNK)
-    for rows in (211, 64, 63, 130, 1000):
+    for rows in (211, 64, 63, 130, 250):
         x = torch.randn(rows, WIDTH)
         torch._dynamo.mark_dynamic(x, 0)
         found = gradients(model, run, [x, y])

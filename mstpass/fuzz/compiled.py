@@ -27,6 +27,7 @@ from mstpass.limit import Limit
 from mstpass.options import Options
 from mstpass.out_of_memory import CompiledPlan
 from mstpass.plans_by_length import plans_by_length
+from mstpass.report.graph_ends import lost
 from mstpass.returned_logits import drop_logits
 from mstpass.torch_internals.aot_autograd import backwards_may_keep_graphs
 from mstpass.torch_internals.graphs import graph_module
@@ -127,9 +128,8 @@ def _run_op_by_op(
         run: Any = compile_fx(
             graph.module, list(graph.inputs), inner_compile=compile_graph, config_patches=patches
         )
-    if recording is None:
-        return CompiledPlan(run, Limit(), None, functions)
-    return CompiledPlan(run, recording.limit, recording.report, functions)
+    limit, report = (recording.limit, recording.report) if recording else (Limit(), None)
+    return CompiledPlan(run, functions, limit, report or lost())
 
 
 def by_inductor(

@@ -72,17 +72,14 @@ def _positions(node: fx.Node) -> FlexArguments:
     return attention.flex
 
 
-def operands_with_heads(node: fx.Node) -> list[fx.Node]:
-    """The operands ``[B, heads, ...]`` of a call, but for the tensors of its block mask."""
-    operands = node.args[: _positions(node).operands]
-    return [operand for operand in operands if isinstance(operand, fx.Node)]
-
-
-def masks_by_head(node: fx.Node) -> list[fx.Node]:
-    """The tensors ``[B, heads, ...]`` of a call's block mask; most have 1 in place of the heads."""
-    mask: Any = node.args[_positions(node).mask]
+def _operands_of_flex(node: fx.Node) -> list[fx.Node]:
+    """The operands ``[B, heads, ...]`` of a call, and such tensors of its block mask; most of these
+    have 1 in place of the heads."""
+    at = _positions(node)
+    mask: Any = node.args[at.mask]
     tensors = [n for n in mask if isinstance(n, fx.Node) and value_of(n) is not None]
-    return [n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1]
+    by_head = (n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1)
+    return [*(n for n in node.args[: at.operands] if isinstance(n, fx.Node)), *by_head]
 
 
 def depends_on_head(node: fx.Node) -> bool:
@@ -97,9 +94,7 @@ def depends_on_head(node: fx.Node) -> bool:
 
 def gradients_of_buffers(node: fx.Node) -> bool:
     """Whether a call returns gradients of what its scores are changed by."""
-    attention = ops.attention_of(node)
-    is_backward = attention is not None and attention.backward
-    return is_backward and any(True for _ in tensors_of(node.meta["val"][3]))
+    return is_backward(node) and any(True for _ in tensors_of(node.meta["val"][3]))
 
 
 def _reads_input(subgraph: Any, number: int) -> bool:
@@ -179,6 +174,12 @@ def forward_of(node: fx.Node) -> fx.Node:
     return result.all_input_nodes[0]
 
 
+def backwards_of(attention: fx.Node) -> set[fx.Node]:
+    """The fused ops that compute the gradients of an attention of the forward."""
+    readers = {user for item in attention.users for user in item.users}
+    return {user for user in readers if is_backward(user) and forward_of(user) is attention}
+
+
 def heads_dim(node: fx.Node) -> int:
     """The dim of heads of the queries, keys, values and results of a fused attention op."""
     attention = ops.attention_of(node)
@@ -205,8 +206,7 @@ def shares_keys(node: fx.Node) -> bool:
 def operands_of(node: fx.Node) -> dict[fx.Node, Held]:
     """What each operand of an attention holds; operands that hold neither are left out."""
     if is_flex(node):
-        operands = operands_with_heads(node), masks_by_head(node)
-        return dict.fromkeys((n for each in operands for n in each), Held(heads_dim(node), None))
+        return dict.fromkeys(_operands_of_flex(node), Held(heads_dim(node), None))
     return {
         operand: Held(
             _dim(node, operand, held.heads),
@@ -228,18 +228,15 @@ def _dim(node: fx.Node, operand: fx.Node, dim: int | None) -> int | None:
     return dim % len(shape)
 
 
-def result_of(node: fx.Node, position: int) -> Held | None:
-    """What a result of an attention holds; None of the state of a generator."""
-    attention = ops.attention_of(node)
+def held_by_item(item: fx.Node) -> Held | None:
+    """What a result of an attention holds, for the item that stands for it; None of the state of a
+    generator."""
+    attention, position = ops.attention_of(item.all_input_nodes[0]), item.args[1]
+    assert isinstance(position, int), "the position is a number"
     if attention is None or position >= attention.results:
         return None
     held = _RESULTS[attention.backward][position]
     return held._replace(heads=attention.heads_dim) if held.heads == _OF_ALL else held
-
-
-def held_by_item(item: fx.Node) -> Held | None:
-    """The same of an item, the node that stands for a result."""
-    return result_of(item.all_input_nodes[0], item.args[1])  # type: ignore[arg-type]
 
 
 def is_summed(item: fx.Node) -> bool:

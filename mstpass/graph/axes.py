@@ -35,12 +35,11 @@ from mstpass.graph.attention import (
     is_attention,
     is_attention_item,
     operand_rows,
-    result_of,
 )
 from mstpass.graph.batch_axis import BatchAxis
 from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.heads import HeadAxis, Rows
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, chunk_shape
@@ -69,9 +68,9 @@ class TokenAxis:
         """The symbolic sizes that one chunk of a node is computed with."""
         return ops.size_operands(node)
 
-    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
-        """The shape of one chunk of each tensor of a node; it holds ``length`` tokens or heads."""
-        return [chunk_shape(v.shape, spec, length) for v in tensors_of(node.meta["val"])]
+    def chunk_shape(self, node: fx.Node, spec: Spec, length: Any) -> list[Any]:
+        """The shape of one chunk of a node's tensor; it holds ``length`` tokens or heads."""
+        return chunk_shape(node.meta["val"].shape, spec, length)
 
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
         """The sizes in an op's arguments, ``given`` for the whole value, for one chunk of it."""
@@ -128,17 +127,6 @@ class QueryAxis(TokenAxis):
         if is_attention(node) or is_attention_item(node):
             return operand_rows(node, spec)
         return super().operand_specs(node, spec)
-
-    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
-        if not is_attention(node):
-            return super().chunk_shapes(node, spec, length)
-        shapes = [v.shape for v in tensors_of(node.meta["val"])]
-        return [
-            chunk_shape(shape, spec, length)
-            if (held := result_of(node, position)) is not None and held.rows is not None
-            else list(shape)
-            for position, shape in enumerate(shapes)
-        ]
 
 
 Axis = TokenAxis | HeadAxis
@@ -209,17 +197,18 @@ def check_chunk(
     Raises:
         CannotTake: it has another shape or dtype.
     """
-    olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
-    shapes = axis.chunk_shapes(node, spec, chunk_tokens)
-    for old, new, expected in zip(olds, news, shapes, strict=True):
-        if not same_shape(new.shape, expected) or new.dtype != old.dtype:
-            raise CannotTake(
-                node,
-                REPORT(
-                    f"its chunk has shape {list(new.shape)} and {new.dtype}, "
-                    f"expected {expected} and {old.dtype}"
-                ),
-            )
+    old, new = value_of(node), built.meta["val"]
+    if old is None:  # of several results, each is checked where it is read
+        return
+    expected = axis.chunk_shape(node, spec, chunk_tokens)
+    if not same_shape(new.shape, expected) or new.dtype != old.dtype:
+        raise CannotTake(
+            node,
+            REPORT(
+                f"its chunk has shape {list(new.shape)} and {new.dtype}, "
+                f"expected {expected} and {old.dtype}"
+            ),
+        )
 
 
 def add_chunk(

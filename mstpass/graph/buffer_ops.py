@@ -18,11 +18,11 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
-from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
+from mstpass.graph.grouped_products import GROUPED_OPS, add_product, grouped_sums
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import own_op
@@ -31,21 +31,10 @@ from mstpass.torch_internals.inductor import call_as_it_is, call_with_aligned_re
 aten = torch.ops.aten
 
 
-def _add_product(out: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
-    """For matrices or batches of them."""
-    add = torch.addmm if out.dim() == 2 else torch.baddbmm
-    beta = min(chunk, 1)  # with 0, what is there does not count: no NaN
-    if left.dtype == out.dtype:
-        add(out, left, right, beta=beta, out=out)
-    elif out.is_cuda:
-        add(out, left, right, out_dtype=out.dtype, beta=beta, out=out)
-    else:  # only CUDA has products whose result is wider than their factors
-        add(out, left.to(out.dtype), right.to(out.dtype), beta=beta, out=out)
-
-
 add_product_ = own_op(
     "add_product_(Tensor(a!) total, Tensor left, Tensor right, SymInt chunk) -> ()",
-    _add_product,
+    # with 0, what is there does not count: no NaN
+    lambda out, left, right, chunk: add_product(out, left, right, beta=min(chunk, 1)),
     lambda *_: None,
 )
 counter = own_op(

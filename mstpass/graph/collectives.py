@@ -97,8 +97,7 @@ def is_wait_op(target: Any) -> bool:
 
 def is_pending(node: fx.Node) -> bool:
     """Whether the value is complete only after a wait, so that it must not cross to backward."""
-    while node.target is operator.getitem:
-        node = node.all_input_nodes[0]
+    node = ops.behind(node, lambda one: one.target is operator.getitem)
     return is_collective(node) and node.target.namespace == NAMESPACE  # type: ignore[union-attr]
 
 
@@ -125,8 +124,7 @@ class Collectives:
 
 def may_repeat(node: fx.Node) -> bool:
     """Whether a second run is known to exchange the same, given that all ranks do it."""
-    while is_wait(node):
-        (node,) = node.all_input_nodes
+    node = ops.behind(node, is_wait)
     return is_collective(node) and ops.row(node).kind == "collective" and bool(group_of(node))
 
 

@@ -183,21 +183,18 @@ class GpuCosts:
         whole_us = sum(_busy_us(self, p.whole) for p in work.products)
         return chunks_us * work.tokens / rows / max(whole_us, _LEAST_US)
 
-    def least_rows(self, work: LoopWork, limit: float) -> int:
-        """The fewest rows with at most this relative time; all tokens if fewer do not reach it."""
-        return _fewest(self.relative_time, work, limit)
-
-    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
-        """The same for the products alone."""
-        return _fewest(self.slowdown, work, limit)
-
 
 _LEAST_US = 1e-9
 
 
 @functools.lru_cache(maxsize=4096)
-def _fewest(relative: Callable[[LoopWork, int], float], work: LoopWork, limit: float) -> int:
-    lengths = (rows for rows in _lengths() if rows >= work.tokens or relative(work, rows) <= limit)
+def least_rows(time: Callable[[LoopWork, int], float], work: LoopWork, limit: float) -> int:
+    """The fewest rows of a chunk with at most this time; all tokens if fewer do not reach it.
+
+    Args:
+        time: of a loop in chunks of so many rows, relative to one piece.
+    """
+    lengths = (rows for rows in _lengths() if rows >= work.tokens or time(work, rows) <= limit)
     return next(lengths)
 
 

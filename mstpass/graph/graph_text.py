@@ -8,17 +8,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of
-from mstpass.torch_internals.graphs import OpOverload
-
-_SHORT = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "b8",
-}
+from mstpass.torch_internals.graphs import OpOverload, dtype_abbrs
 
 
 def graph_text(module: fx.GraphModule) -> str:
@@ -45,7 +35,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    return f"{_SHORT.get(tensor.dtype, str(tensor.dtype))}[{', '.join(map(str, tensor.shape))}]"
+    return f"{dtype_abbrs.get(tensor.dtype, tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
 
 
 def _target(target: Any) -> str:

@@ -58,14 +58,18 @@ def _add_grouped(
     if not chunk:
         total.zero_()
     for expert, start, end in _groups(positions, ends):
-        factors = left[:, start:end], right[start:end]
-        if left.dtype == total.dtype:
-            total[expert].addmm_(*factors)
-        elif total.is_cuda:
-            part = total[expert]
-            torch.addmm(part, *factors, out_dtype=total.dtype, out=part)
-        else:
-            total[expert].addmm_(*(factor.to(total.dtype) for factor in factors))
+        add_product(total[expert], left[:, start:end], right[start:end])
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> None:
+    """Add a product of matrices, or of batches of them, to ``beta`` times the total."""
+    add = torch.addmm if total.dim() == 2 else torch.baddbmm
+    if left.dtype == total.dtype:
+        add(total, left, right, beta=beta, out=total)
+    elif total.is_cuda:
+        add(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:  # only CUDA has products whose result is wider than their factors
+        add(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
 def _is_native(rows: Tensor) -> bool:

@@ -52,7 +52,6 @@ from mstpass.graph.attention import (
     is_attention_item,
     is_flex,
     operands_of,
-    result_of,
 )
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import tensors_of, value_of
@@ -108,7 +107,12 @@ class HeadAxis:
     def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
         held = HeadDim(*spec)
         if is_attention(node):
-            return self._attention_result(node, operand, held)
+            needs = self.attention_operands(node)
+            if isinstance(needs, Refusal):
+                return needs
+            if needs[operand] != held:
+                return Refusal(HEADS_APART("attention needs its heads in another dim"))
+            return self._heads_in(node, self.dim_in(node))
         if is_attention_item(node):
             return self._item(node)
         if ops.is_reshape(node):
@@ -132,7 +136,10 @@ class HeadAxis:
         if is_attention(node):
             return self.attention_operands(node)
         if is_attention_item(node):
-            return self._item_source(node)
+            (source,) = node.all_input_nodes
+            if held_by_item(node) is None:
+                return Refusal(STATE)
+            return {source: self._heads_in(source, self.dim_in(source))}
         if ops.is_reshape(node):
             source = node.all_input_nodes[0]
             result = through_view(shape_of(node), shape_of(source), held, self.num_heads)
@@ -179,27 +186,11 @@ class HeadAxis:
             needs[operand] = self._heads_in(operand, dim)
         return needs
 
-    def _attention_result(
-        self, node: fx.Node, operand: fx.Node, held: HeadDim
-    ) -> HeadDim | Refusal:
-        needs = self.attention_operands(node)
-        if isinstance(needs, Refusal):
-            return needs
-        if needs[operand] != held:
-            return Refusal(HEADS_APART("attention needs its heads in another dim"))
-        return self._heads_in(node, self.dim_in(node))
-
     def _item(self, item: fx.Node) -> HeadDim | Reduced | Refusal:
         held = held_by_item(item)
         if held is None or (dim := self.dim_of(held)) is None:
             return Refusal(STATE)
         return SUM if shape_of(item)[dim] == 1 else self._heads_in(item, dim)
-
-    def _item_source(self, item: fx.Node) -> OperandSpecs | Refusal:
-        (source,) = item.all_input_nodes
-        if held_by_item(item) is None:
-            return Refusal(STATE)
-        return {source: self._heads_in(source, self.dim_in(source))}
 
     def _heads_in(self, node: fx.Node, dim: int) -> HeadDim:
         return HeadDim(dim, shape_of(node)[dim] // self.num_heads)
@@ -234,19 +225,14 @@ class HeadAxis:
     def size_operands(self, node: fx.Node) -> list[fx.Node]:
         return [operand for operand in node.all_input_nodes if is_size(operand)]
 
-    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
-        shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
-        for position, shape in enumerate(shapes if spec else ()):
-            dim: int | None = spec[0]
-            if is_attention(node):
-                held = result_of(node, position)
-                dim = None if held is None else self.dim_of(held)
-            if dim is not None and shape[dim] != 1:  # of a single key-value head
-                shape[dim] = shape[dim] // self.num_heads * length
-        return shapes
+    def chunk_shape(self, node: fx.Node, spec: Spec, length: Any) -> list[Any]:
+        shape = list(node.meta["val"].shape)
+        if spec:
+            shape[spec[0]] = shape[spec[0]] // self.num_heads * length
+        return shape
 
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
-        (shape,) = self.chunk_shapes(node, spec, length)
+        shape = self.chunk_shape(node, spec, length)
         return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
 
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:

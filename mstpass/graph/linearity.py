@@ -28,17 +28,10 @@ aten = torch.ops.aten
 LinearRule = Callable[[fx.Node, "set[fx.Node]"], bool]
 
 
-_LINEAR_DTYPES = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        *(torch.complex128, torch.complex64, torch.complex32),
-    }
-)
-
-
 def has_linear_dtype(node: fx.Node) -> bool:
     """Whether a cast to the node's dtype only rounds: to integers or to 8 bits, values saturate."""
-    return all(tensor.dtype in _LINEAR_DTYPES for tensor in tensors_of(node.meta.get("val")))
+    dtypes = (tensor.dtype for tensor in tensors_of(node.meta.get("val")))
+    return all((d.is_floating_point or d.is_complex) and d.itemsize > 1 for d in dtypes)
 
 
 def is_zero(node: object) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -159,23 +159,6 @@ def _factors(node: fx.Node) -> tuple[tuple[fx.Node, ...], bool]:
     return tuple(n for n in matrices if isinstance(n, fx.Node)), factors.left > 0
 
 
-def token_product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:
-    """The product of a region's node; ``spec`` are the token dims of its result, None for a sum."""
-    product = product_of(node)
-    if product is None:
-        return None
-    return TokenProduct(product, _tokens_in(node, spec[-1] if spec else None))
-
-
-def head_product(node: fx.Node, spec: Spec | None, features: int) -> TokenProduct | None:
-    """The product of a node of a region of heads, as one over the features of all heads."""
-    product = product_of(node)
-    if product is None:
-        return None
-    tokens_in = _tokens_in(node, spec[0] if spec else None)
-    return TokenProduct(product, tokens_in, getattr(product, tokens_in) / features)
-
-
 def _tokens_in(node: fx.Node, dim: int | None) -> str:
     """Which size of a product a dim of its result is; None: the contracted one."""
     out = value_of(node)
@@ -258,17 +241,29 @@ def loop_work(
         axis: what the chunks cut, and ``count`` how many of them there are.
         least_sum_bytes: as ``LoopPlan`` has it.
     """
-    rest = {node: spec for node, spec in members.items() if not is_attention(node)}
-    if axis not in ALONG_A_DIM:
-        return _work(joint, rest, count, token_product).summed_in(least_sum_bytes)
-    features = count * features_of_head(members, count)
-    totals = _totals(members)
-
-    def product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:
-        found = head_product(node, spec, features)
-        return found and dataclasses.replace(found, total=totals.get(node))
-
-    return _work(joint, rest, features, product).summed_in(least_sum_bytes)
+    along_a_dim = axis in ALONG_A_DIM
+    num_tokens = count * features_of_head(members, count) if along_a_dim else count
+    totals = _totals(members) if along_a_dim else {}
+    products, computed, moved = list[TokenProduct](), 0.0, 0.0
+    stages: dict[fx.Node, int] = {}
+    kernels = set()
+    for node, spec in members.items():
+        if is_attention(node):
+            continue
+        # what reads a product is in a later kernel
+        before = (stages[n] + ops.is_matmul(n) for n in node.all_input_nodes if n in stages)
+        stages[node] = max(before, default=0)
+        if ops.is_view(node):
+            continue
+        if (whole := product_of(node)) is None:
+            computed += computed_bytes(node)
+            moved += moved_bytes(joint, node)
+            kernels.add(stages[node])
+            continue
+        tokens_in = _tokens_in(node, spec[0 if along_a_dim else -1] if spec else None)
+        block = getattr(whole, tokens_in) / num_tokens if along_a_dim else 1.0
+        products.append(TokenProduct(whole, tokens_in, block, least_sum_bytes, totals.get(node)))
+    return LoopWork(num_tokens, tuple(products), computed, moved, len(products) + len(kernels))
 
 
 def _totals(members: Mapping[fx.Node, Spec | None]) -> dict[fx.Node, str]:
@@ -287,33 +282,3 @@ def features_of_head(members: Mapping[fx.Node, Spec | None], num_heads: int) -> 
     """The features of one head in the products of its region; the most that one of them has."""
     sizes = (value_of(n).shape[s[0]] for n, s in members.items() if s and ops.is_matmul(n))  # type: ignore[union-attr]
     return max(1, max(map(hint, sizes), default=1) // num_heads)
-
-
-def _work(
-    joint: JointGraph,
-    members: Mapping[fx.Node, Spec | None],
-    num_tokens: int,
-    product_in_loop: Callable[[fx.Node, Spec | None], TokenProduct | None],
-) -> LoopWork:
-    products, computed, moved = [], 0.0, 0.0
-    stages: dict[fx.Node, int] = {}
-    kernels = set()
-    for node, spec in members.items():
-        stages[node] = max(
-            (stages[n] + _ends_stage(n) for n in node.all_input_nodes if n in stages), default=0
-        )
-        if ops.is_view(node):
-            continue
-        product = product_in_loop(node, spec)
-        if product is not None:
-            products.append(product)
-        else:
-            computed += computed_bytes(node)
-            moved += moved_bytes(joint, node)
-            kernels.add(stages[node])
-    return LoopWork(num_tokens, tuple(products), computed, moved, len(products) + len(kernels))
-
-
-def _ends_stage(node: fx.Node) -> bool:
-    """Whether readers of the node cannot be fused with what computes it."""
-    return ops.is_matmul(node)

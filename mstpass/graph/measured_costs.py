@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -61,16 +60,12 @@ class ChunkCosts:
     copied_bytes_per_us: float | None = None
 
     def __post_init__(self) -> None:
-        rows = [r for r, _ in self.slowdown]
-        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
-            raise ValueError(f"slowdown needs ascending rows, got {rows}")
-        if not (self.chunk_us >= 0 and self.flops_per_us > 0):
-            raise ValueError(f"chunk_us={self.chunk_us}, flops_per_us={self.flops_per_us}")
+        rows, slow = [r for r, _ in self.slowdown], [slow for _, slow in self.slowdown]
         copied = 1.0 if self.copied_bytes_per_us is None else self.copied_bytes_per_us
-        if not all(rate > 0 for rate in (*dict(self.rates).values(), copied)):
-            raise ValueError(f"rates={self.rates}, copied_bytes_per_us={copied}")
-        if not all(slow > 0 for _, slow in self.slowdown):
-            raise ValueError(f"slowdown={self.slowdown}")
+        numbers = *rows[:1], *slow, self.flops_per_us, *dict(self.rates).values(), copied
+        fits = bool(rows) and rows == sorted(set(rows)) and all(number > 0 for number in numbers)
+        if not (fits and self.chunk_us >= 0):
+            raise ValueError(f"rows must be ascending, and rates and times positive: {self}")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype={self.dtype!r} is no dtype of torch")
 
@@ -144,28 +139,10 @@ class MeasuredCosts:
     def slowdown(self, work: LoopWork, rows: int) -> float:
         return self.table.slowdown_at(rows)
 
-    def least_rows(self, work: LoopWork, limit: float) -> int:
-        return _least_multiple(lambda rows: self.relative_time(work, rows) <= limit)
-
-    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
-        return _least_multiple(lambda rows: self.table.slowdown_at(rows) <= limit)
-
 
 def _uncached(num_bytes: float) -> float:
     """The bytes from memory that take as long as those that one kernel of a chunk moves."""
     return num_bytes * max(_CACHED, min(1.0, num_bytes / _LARGE_BYTES))
-
-
-def _least_multiple(fast_enough: Callable[[int], bool]) -> int:
-    """The smallest multiple of 16 rows that is fast enough, if all larger ones are, too."""
-    low, high = 1, 2**16
-    while low < high:
-        middle = (low + high) // 2
-        if fast_enough(16 * middle):
-            high = middle
-        else:
-            low = middle + 1
-    return 16 * low
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,13 +168,9 @@ class MeasuredGpuCosts(GpuCosts):
     def rate(self, dtype: torch.dtype) -> float:
         return self.table.rate(dtype) or super().rate(dtype)
 
-    def loop_us(self, work: LoopWork, rows: int) -> float:
-        computed = math.ceil(work.tokens / rows) * rows / work.tokens
-        return computed * self.whole_us(work) * self.relative_time(work, rows)
-
-    def relative_time(self, work: LoopWork, rows: int) -> float:
-        host_us = work.tokens / rows * self.table.chunk_us
-        return max(self.slowdown(work, rows), host_us / max(self.whole_us(work), _LEAST_US))
+    def chunk_us(self, work: LoopWork, rows: int) -> float:
+        busy_us = rows / work.tokens * self.whole_us(work) * self.slowdown(work, rows)
+        return max(busy_us, self.table.chunk_us)
 
     def slowdown(self, work: LoopWork, rows: int) -> float:
         measured = self.table.flops_per_us / self.rate(work.dtype)

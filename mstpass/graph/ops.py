@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -193,9 +194,7 @@ def is_batched_matmul(node: fx.Node) -> bool:
 
 def is_weight(node: fx.Node) -> bool:
     """Whether the node is an input of the step, perhaps viewed, cast or copied."""
-    while is_view(node) or is_copy(node):
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
+    return behind(node, lambda one: is_view(one) or is_copy(one)).op == "placeholder"
 
 
 # ---- views and storages ------------------------------------------------------------------------
@@ -241,6 +240,11 @@ def shares_storage(node: fx.Node) -> bool:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose storage the value shares; the node itself if it has its own."""
-    while shares_storage(node):
+    return behind(node, shares_storage)
+
+
+def behind(node: fx.Node, shows: Callable[[fx.Node], bool]) -> fx.Node:
+    """What nodes that show, or wait for, their first operand lead to; any other node itself."""
+    while shows(node):
         node = node.all_input_nodes[0]
     return node

@@ -17,10 +17,7 @@ from mstpass.graph.joint import JointGraph, ancestors
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.tokens import CannotTake
-
-
-class Circle(Exception):
-    """A node depends on its own result."""
+from mstpass.walk import CircleError, needed_first
 
 
 def put_in_order(graph: fx.Graph) -> None:
@@ -29,7 +26,7 @@ def put_in_order(graph: fx.Graph) -> None:
     Nodes that nothing needs are left out.
 
     Raises:
-        Circle: there is no such order.
+        CircleError: there is no such order.
     """
     nodes, output = list(graph.nodes), graph.output_node()
     ordered = list(_ordered(nodes))
@@ -45,26 +42,11 @@ def put_in_order(graph: fx.Graph) -> None:
 
 def _ordered(nodes: list[fx.Node]) -> Iterator[fx.Node]:
     roots = [n for n in nodes if n.op in ("placeholder", "output") or n.is_impure()]
-    needed = ancestors(roots)
-    done: set[fx.Node] = set()
-    for root in nodes:
-        if root not in needed:
-            continue
-        stack, above = [root], set[fx.Node]()  # above: nodes on the stack whose operands are, too
-        while stack:
-            node = stack[-1]
-            waiting = [operand for operand in node.all_input_nodes if operand not in done]
-            if waiting and node not in done:
-                if not above.isdisjoint(waiting):
-                    raise Circle(node.name)
-                above.add(node)
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            above.discard(node)
-            if node not in done:
-                done.add(node)
-                yield node
+    needed, done = ancestors(roots), set[fx.Node]()
+    for root in filter(needed.__contains__, nodes):
+        for node in needed_first(root, lambda one: one.all_input_nodes[::-1], done):
+            done.add(node)
+            yield node
 
 
 # ---- the order of nodes --------------------------------------------------------------------------
@@ -127,7 +109,7 @@ class Rewriting:
 
         Raises:
             CannotRenew: an op cannot read the strides of what it reads now.
-            Circle: there is no order in which each node follows what it reads.
+            CircleError: there is no order in which each node follows what it reads.
         """
         if reorder:
             put_in_order(self.graph)
@@ -200,7 +182,7 @@ def repeated(
     while (found := next_match(joint, tried)) is not None:
         names, match = found
         tried.update(names)
-        with contextlib.suppress(CannotTake, UnknownSize, Circle):
+        with contextlib.suppress(CannotTake, UnknownSize, CircleError):
             joint, new = rewrite(joint, match)
             changed.update(new)
     return joint, frozenset(changed)

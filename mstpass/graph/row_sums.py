@@ -5,7 +5,6 @@ row and m = max(x), a sum (or mean) over the last dim is replaced if it has one 
 
     sum(r)                                =  V r
     sum(where(index == v, a, 0) r)        =  a r  where 0 <= index < V, else 0
-    sum(zeros.scatter_add(index, a))      =  sum(a)
     sum(x + y), sum(x - y), sum(-x)       =  the sum of the parts, if each part has such a form
     sum(log_softmax(x))                   =  sum(x - m) - V log(sum(exp(x - m)))
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
@@ -14,8 +13,8 @@ A factor that is constant along the row is multiplied with the sum of the rest, 
 the joint graph (normalize/sums_over_tokens.py), a factor of the forward becomes a weight of
 the sum, ``sum(r w) = r sum(w)``, and the sum of a value of the forward is found there.
 
-The first four give the row sum of the gradient that enters a log-softmax, under cross-entropy with
-and without label smoothing, and where several elements of a row are gathered. The fifth is the term
+The first three give the row sum of the gradient that enters a log-softmax, under cross-entropy with
+and without label smoothing, and where a few elements of a row are gathered. The fourth is the term
 of label smoothing; it shares the pass that sums the exponentials, and nothing cancels, as no x - m
 is positive and the logarithm is never negative. The last lets ``logsumexp`` share that pass as
 well. It is exact: for m = inf both sides are inf, for m = -inf both are 0, and where m is NaN both
@@ -126,9 +125,9 @@ class _RowSums:
 
     def _closed(self, source: fx.Node) -> fx.Node | None:
         """The sum of a value that has a closed form of its own."""
-        elements = self._of_one_hot(source) or self._of_scatter(source)
-        if elements is not None or self.dtype not in _FULL_PRECISION:
-            return elements
+        element = self._of_one_hot(source)
+        if element is not None or self.dtype not in _FULL_PRECISION:
+            return element
         return self._of_log_softmax(source) or self._of_exponentials(source)
 
     def _is_forward(self, node: fx.Node) -> bool:
@@ -230,18 +229,6 @@ class _RowSums:
                 zero = self.builder.filled([], 0, self.value)
                 return self.call(aten.where.self, in_bounds, hit, zero)
         return None
-
-    def _of_scatter(self, source: fx.Node) -> fx.Node | None:
-        """``sum(a)``."""
-        base, dim, index, elements = _operands(source, aten.scatter_add.default) or (None,) * 4
-        if base is None or not linearity.is_zero(base):
-            return None
-        last, shape = len(self.row) - 1, tuple(elements.meta["val"].shape)
-        if dim not in (-1, last) or shape[:-1] != self.row[:-1]:
-            return None
-        if shape != tuple(index.meta["val"].shape):
-            return None  # some of the elements are not added
-        return self._sum(elements)
 
     # ---- softmax ------------------------------------------------------------------------------
     def _of_log_softmax(self, source: fx.Node) -> fx.Node | None:
@@ -378,9 +365,7 @@ def _maximum(pivot: Any) -> tuple[fx.Node | None, fx.Node | None]:
 
 def _shown(node: Any) -> Any:
     """What reshapes of the node show."""
-    while isinstance(node, fx.Node) and ops.is_reshape(node):
-        node = node.all_input_nodes[0]
-    return node
+    return ops.behind(node, ops.is_reshape) if isinstance(node, fx.Node) else node
 
 
 def exponentials(

@@ -133,12 +133,6 @@ def generic_shape(value: torch.Tensor) -> torch.Size:
     return shape if _all_ints(shape) else torch.Size(map(generic, shape))
 
 
-def is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory, each once; symbolic ones in row-major order."""
-    order = outer_to_inner(value) if is_static(value) else range(value.dim())
-    return fills_memory(generic_shape(value), generic_stride(value), order)
-
-
 def outer_to_inner(value: torch.Tensor) -> list[int]:
     """The dims in the order in which they lie in memory."""
     strides = generic_stride(value)

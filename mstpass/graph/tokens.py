@@ -105,26 +105,19 @@ def group_of(
 
     Dims of size 1 belong to no group. Both groups are empty if the shapes do not match.
     """
-    ins = [d for d, size in enumerate(in_shape) if size != 1]
-    outs = [d for d, size in enumerate(out_shape) if size != 1]
-    i = o = 0
-    while i < len(ins) and o < len(outs):
-        group_in, group_out = [ins[i]], [outs[o]]
-        left, right = in_shape[ins[i]], out_shape[outs[o]]
-        i, o = i + 1, o + 1
-        while left != right:
-            if left < right:
-                if i == len(ins):
-                    return [], []
-                left *= in_shape[ins[i]]
-                group_in.append(ins[i])
-                i += 1
+    ins, outs = ([d for d, size in enumerate(s) if size != 1] for s in (in_shape, out_shape))
+    while ins and outs:
+        group_in, group_out = [ins.pop(0)], [outs.pop(0)]
+        size_in, size_out = in_shape[group_in[0]], out_shape[group_out[0]]
+        while size_in != size_out:
+            if not (ins if size_in < size_out else outs):
+                return [], []
+            if size_in < size_out:
+                group_in.append(ins.pop(0))
+                size_in *= in_shape[group_in[-1]]
             else:
-                if o == len(outs):
-                    return [], []
-                right *= out_shape[outs[o]]
-                group_out.append(outs[o])
-                o += 1
+                group_out.append(outs.pop(0))
+                size_out *= out_shape[group_out[-1]]
         if dim in group_in:
             return group_in, group_out
     return [], []

@@ -11,8 +11,7 @@ Each loop becomes one ``mst_loop`` node (graph/loop_op.py) in the place of its m
 
 The old order is kept, so that an op that writes to a value stays after those that read it before,
 and so that all ranks run their collectives in one order, whatever loops each of them has.
-If two loops need each other's results, neither can come first: ``CycleError`` names a plan that has
-to be left out.
+If two loops need each other's results, neither can come first: one has to be left out.
 """
 
 from __future__ import annotations
@@ -35,14 +34,7 @@ from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.walk import CircleError, needed_first, walk_once
 
-
-class CycleError(Exception):
-    """The loops of a plan depend on their own results, through nodes outside of them."""
-
-    def __init__(self, plan: ChunkPlan):
-        region = plan.source or plan.members[0][0]
-        super().__init__(f"the loops of {region} would read values made from their own results")
-        self.plan = plan
+_OWN_RESULTS = REPORT("its loop would read values made from its own results")
 
 
 def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> JointGraph:
@@ -52,8 +44,8 @@ def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> JointGraph:
     problem (``problem.node_name``).
 
     Raises:
-        CycleError: the loops of a plan depend on their own results.
-        CannotTake: the body of a loop cannot be built.
+        CannotTake: the body of a loop cannot be built, or a loop depends on its own results,
+            through nodes outside of it.
     """
     return JointGraph(_GraphWriter(joint, plans).write(), joint.num_fwd_outputs)
 
@@ -72,13 +64,13 @@ class _GraphWriter:
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.renewal = Renewal(self.graph)
         self.plans = plans
-        self.producers: dict[fx.Node, tuple[ChunkPlan, LoopPlan, LoopOutput]] = {}
-        for plan, loop in ((each, loop) for each in plans for loop in each.loops):
+        self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
+        for loop in (loop for plan in plans for loop in plan.loops):
             # as in problem/apply_modes.py: of what several loops compute, the first returns it
             items = {joint.by_name[item.node]: item for item in loop.outputs}
             own = {node: item for node, item in items.items() if node not in self.producers}
             loop = dataclasses.replace(loop, outputs=tuple(own.values()))
-            self.producers.update((node, (plan, loop, item)) for node, item in own.items())
+            self.producers.update((node, (loop, item)) for node, item in own.items())
         collectives = joint.cached(collectives_of)
         self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 
@@ -98,8 +90,8 @@ class _GraphWriter:
                 for node in needed_first(target, self._needs, self.env):
                     self._write(node)
         except CircleError as circle:
-            plans = [self.producers[node][0] for node in circle.path if node in self.producers]
-            raise CycleError(plans[-1]) from None
+            loops = [self.producers[node][0] for node in circle.path if node in self.producers]
+            raise CannotTake(self.joint.by_name[loops[-1].members[0]], _OWN_RESULTS) from None
         module = graph_module(self.root, self.graph)
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
@@ -109,7 +101,7 @@ class _GraphWriter:
         if node not in self.producers:
             earlier = [self.earlier[node]] if node in self.earlier else []
             return [*node.all_input_nodes, *earlier]
-        _, loop, item = self.producers[node]
+        loop, item = self.producers[node]
         unit = [self.joint.by_name[loop.unit]] if item.scaled and loop.unit else []
         return [*operands_of(self.joint, loop), *unit]
 
@@ -125,7 +117,7 @@ class _GraphWriter:
         return set(walk_once(needed, self._needs))
 
     def _write(self, node: fx.Node) -> None:
-        _, loop, item = self.producers.get(node, (None, None, None))
+        loop, item = self.producers.get(node, (None, None))
         try:
             if loop is not None and item is not None:
                 if node not in self.results:

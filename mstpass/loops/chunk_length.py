@@ -38,6 +38,7 @@ from mstpass.graph.advice import DIVIDING_CHUNKS, MORE_ROWS, SMALLER_CHUNKS
 from mstpass.graph.attention import mask_of
 from mstpass.graph.axes import FEATURES, QUERIES
 from mstpass.graph.device_costs import GOOD, Costs
+from mstpass.graph.gpu_costs import least_rows
 from mstpass.graph.joint import nbytes
 from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import hint_shape
@@ -123,8 +124,8 @@ class ChunkLengths:
             return given
         if unbounded:
             work = work.over(max(tokens, _MANY_TOKENS))
-        fewest = costs.least_rows_of_products(work, costs.tolerable)
-        good = max(fewest, costs.least_rows(work, GOOD))
+        fewest = least_rows(costs.slowdown, work, costs.tolerable)
+        good = max(fewest, least_rows(costs.relative_time, work, GOOD))
         share = _BUFFERED_SHARE
         if length == SHORT:
             good, share = fewest, 0.0 if region.axis == QUERIES else share / 2
@@ -143,7 +144,7 @@ class ChunkLengths:
         if unbounded:
             return _rows(tokens, num_chunks, costs.grain)
         if sections is not None or length == SHORTEST:
-            most = max(2, tokens // costs.least_rows(work, _OVER_TOKENS[length]))
+            most = max(2, tokens // least_rows(costs.relative_time, work, _OVER_TOKENS[length]))
             wanted = most if sections is None else _chunks_below_backward(loops, sections)
             return _fastest_chunks(min(wanted, most), most, work, costs)
         if length == LONG:

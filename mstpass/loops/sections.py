@@ -43,6 +43,7 @@ from mstpass.loops.body.products import have_equals
 from mstpass.loops.region_facts import RegionFacts, loop_plan
 from mstpass.plans import LoopOutput, LoopPlan
 from mstpass.regions.grow import Growth
+from mstpass.walk import walk_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +77,9 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
     if have_equals(filter(ops.is_matmul, facts.specs)):
         return Refusal("its values are compared with a maximum of theirs, computed in other chunks")
     try:
-        growth = _Gradients(facts, _features(facts), fused)
-        growth.grow()
+        return _Section(facts, _features(facts), fused).sections()
     except CannotTake as refusal:
         return Refusal(f"{refusal.node.name}: {refusal.reason}")
-    return growth.sections()
 
 
 # ---- where values hold their features ------------------------------------------------------------
@@ -168,73 +167,81 @@ class _Features(Growth):
 
 
 # ---- what a section is computed from -------------------------------------------------------------
-class _Gradients(Growth):
-    """What the gradients of a section are computed from, from the gradients backwards."""
+class _Section:
+    """What the gradients of a section are computed from, from the gradients backwards.
 
-    of_two_specs = Reason("is read along several dims")
+    Args:
+        fused: as of ``sections_of``.
+
+    Attributes:
+        specs: what the loop computes.
+        sums: members of the region that are sums over the features, for its other gradients.
+    """
 
     def __init__(self, facts: RegionFacts, features: _Features, fused: bool):
-        super().__init__(facts.joint, features.axis)
         self.facts, self.features, self.fused = facts, features, fused
-        self.outputs: set[fx.Node] = set()
+        self.specs: dict[fx.Node, Spec | Reduced] = {}
         self.inputs: set[tuple[fx.Node, Spec]] = set()
+        self.sums: set[fx.Node] = set()
         self.per_token: set[fx.Node] = set()
 
-    def grow(self) -> None:
-        """Add the gradients with features, and those that are sums over them.
+    def sections(self) -> Sections:
+        """The loop of the gradients with features, and of those that are sums over them.
 
         Raises:
             CannotTake: a section needs a wide value of all features.
         """
-        facts, features = self.facts, self.features
+        facts, joint, known = self.facts, self.facts.joint, self.features.specs
         leaving = [n for n in facts.outputs if n in facts.backward]
         # a gradient with tokens and features is wide
-        self.outputs = {n for n in leaving if features.holds(n) and facts.specs[n] is None}
-        if not self.outputs:
+        outputs = {n for n in leaving if self.features.holds(n) and facts.specs[n] is None}
+        if not outputs:
             first = next(iter(facts.specs))
             raise CannotTake(first, "no gradient of a weight holds features")
-        for node in leaving:
-            if node in self.outputs:
-                self.add(node, features.specs[node])
-        if self.fused:
-            return
-        for node in leaving:
-            if node not in self.outputs:
+        for node in leaving if not self.fused else ():
+            if node not in outputs:
                 self._provide(node, sums=True)
-        self._join_sums()
+        before = set(known)
+        self.features.join_sums(self.sums)  # so that the loop returns one of several
+        sums = self.sums | (known.keys() - before)
+        self._compute(joint.sorted(outputs | sums))
+        outputs |= {n for n in sums if any(user not in self.specs for user in n.users)}
+        specs = {n: None if isinstance(s, Reduced) else s for n, s in self.specs.items()}
+        gradients, per_token = map(joint.sorted, (outputs, self.per_token))
+        returned = (LoopOutput(n.name, specs[n]) for n in gradients)
+        loop = loop_plan(joint, "backward", specs, self.inputs, returned)
+        return Sections(loop, tuple(gradients), tuple(per_token), self.features.count)
 
-    def _pull(self, operand: fx.Node, spec: Spec) -> None:
-        if not spec:
-            if self._is_wide(operand):
-                raise CannotTake(operand, "every section needs all of it")
-            self.inputs.add((operand, WHOLE))
-            self._provide(operand, sums=False)
-        elif self._computes(operand, spec):
-            self._put(operand, spec)
-        else:
-            self.inputs.add((operand, spec))
+    def _compute(self, nodes: list[fx.Node]) -> None:
+        """Have the loop compute these, and what of the region they are computed from by section."""
+        self.specs = {node: self.features.specs[node] for node in nodes}
+        for node in nodes:  # it grows
+            self.inputs.update((size, WHOLE) for size in node.all_input_nodes if is_size(size))
+            for operand, spec in self._needs(node).items():
+                if not self._computes(operand, spec):
+                    self.inputs.add((operand, spec))
+                    if not spec:
+                        self._provide(operand, sums=False)
+                elif operand not in self.specs:
+                    self.specs[operand] = spec
+                    nodes.append(operand)
 
-    def _pushes(self, member: fx.Node) -> bool:
-        return False
-
-    def _computes(self, node: fx.Node, needed: Spec) -> bool:
-        """Whether the loop computes a value; constants that differ by place are cut, as inputs."""
-        if not ops.is_constant(node):
-            return self.features.may_hold(node)
-        known = self.specs.get(node, needed) == needed
-        made = self.operand_specs(node, needed)
-        return node in self.facts.specs and known and not isinstance(made, Refusal)
-
-    def needs_for(self, member: fx.Node, spec: Spec | Reduced) -> OperandSpecs | Refusal:
-        self.inputs.update((size, WHOLE) for size in member.all_input_nodes if is_size(size))
+    def _needs(self, node: fx.Node) -> OperandSpecs:
+        spec = self.specs[node]
         if isinstance(spec, Reduced):
-            if self.features.specs.get(member) == SUM:
-                return self.features.required_specs(member)
-            return Refusal("a section needs it, and it needs all features")
-        needs = super().needs_for(member, spec)
+            return self.features.required_specs(node)
+        needs = self.features.operand_specs(node, spec)
         if isinstance(needs, Refusal):
-            return Refusal(needs.reason.replace("heads", "features"))
+            raise CannotTake(node, needs.reason.replace("heads", "features"))
         return needs
+
+    def _computes(self, node: fx.Node, spec: Spec) -> bool:
+        """Whether the loop computes a value; constants that differ by place are cut, as inputs."""
+        if not spec or not ops.is_constant(node):
+            return bool(spec) and self.features.may_hold(node)
+        known = self.specs.get(node, spec) == spec
+        made = self.features.operand_specs(node, spec)
+        return node in self.facts.specs and known and not isinstance(made, Refusal)
 
     def _provide(self, node: fx.Node, sums: bool) -> None:
         """A value that is computed outside of loops, from what these return.
@@ -242,21 +249,21 @@ class _Gradients(Growth):
         Args:
             sums: the loop over sections may return a part of it, as a sum over the features.
         """
-        stack = [node]
-        while stack:
-            other = stack.pop()
-            if other not in self.facts.specs or other in self.per_token or other in self.specs:
-                continue
-            operands = other.all_input_nodes
-            if other.target is operator.getitem:  # of an op with several results, such as max
-                operands = operands[0].all_input_nodes
-            if not any(map(self._is_wide, operands)):
-                stack += operands
-            elif self.fused or other not in self.facts.backward:
+        if not sums and self._is_wide(node):
+            raise CannotTake(node, "every section needs all of it")
+
+        def operands(other: fx.Node) -> list[fx.Node]:
+            is_item = other.target is operator.getitem  # of an op with several results, such as max
+            return (other.all_input_nodes[0] if is_item else other).all_input_nodes
+
+        inside = lambda other: other in self.facts.specs
+        reduces = lambda other: any(map(self._is_wide, operands(other)))
+        further = lambda other: () if reduces(other) else filter(inside, operands(other))
+        for other in filter(reduces, walk_once(filter(inside, [node]), further)):
+            if self.fused or other not in self.facts.backward:
                 self.per_token.add(other)
-            elif sums:
-                self.outputs.add(other)
-                self.add(other, SUM)
+            elif sums and self.features.specs.get(other) == SUM:
+                self.sums.add(other)
             else:
                 raise CannotTake(other, "is a sum over all features that every section needs")
 
@@ -265,19 +272,3 @@ class _Gradients(Growth):
         if node not in self.facts.specs:
             return False
         return self.features.holds(node) or self.facts.is_widest(node)
-
-    def _join_sums(self) -> None:
-        """Add up what adds up several sums, so that the loop returns one of them."""
-        sums = {node for node in self.outputs if self.specs[node] == SUM}
-        self.join_sums(sums)
-        every = {node for node, spec in self.specs.items() if spec == SUM}
-        self.outputs -= every
-        self.outputs |= every.intersection(self.leaving())
-
-    # ---- the loop ------------------------------------------------------------------------------
-    def sections(self) -> Sections:
-        specs = {n: None if isinstance(s, Reduced) else s for n, s in self.specs.items()}
-        outputs = (LoopOutput(n.name, specs[n]) for n in self.joint.sorted(self.outputs))
-        loop = loop_plan(self.joint, "backward", specs, self.inputs, outputs)
-        gradients, per_token = map(self.joint.sorted, (self.outputs, self.per_token))
-        return Sections(loop, tuple(gradients), tuple(per_token), self.features.count)

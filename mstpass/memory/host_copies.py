@@ -30,7 +30,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from mstpass.memory.reloads import TOLERABLE_STALL, Reload, reloads
 from mstpass.problem.op import (
@@ -47,15 +47,6 @@ from mstpass.problem.problem import Host, Value
 from mstpass.walk import walk
 
 _MARGIN = 1.25  # of a reload's time: it begins that much earlier than the estimate asks for
-
-
-@dataclasses.dataclass(frozen=True)
-class Moved:
-    """A value to be copied to the host, with the position of its op."""
-
-    name: str
-    bytes: int
-    position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,21 +71,22 @@ class HostCopy:
 
 
 def offload_copies(
-    times_us: Sequence[float], values: Sequence[Moved], bytes_per_us: float
+    times_us: Sequence[float], values: Iterable[tuple[str, int, int]], bytes_per_us: float
 ) -> list[HostCopy]:
     """The copies of a forward to the host.
 
     Args:
         times_us: the time of each op of the graph, in order.
+        values: of each, in order, its name, its bytes, and the position of its op.
     """
     clock = _clock(times_us)
     copies: list[tuple[str, int, int, int]] = []
     free_us = 0.0  # when the stream has done all copies before
-    for value in sorted(values, key=lambda value: value.position):
-        begun = value.position + 1
-        free_us = max(clock[begun], free_us) + value.bytes / bytes_per_us
+    for name, size, position in values:
+        begun = position + 1
+        free_us = max(clock[begun], free_us) + size / bytes_per_us
         behind = max(begun, bisect.bisect_left(clock, free_us))
-        copies.append((value.name, value.bytes, begun, min(behind, len(times_us))))
+        copies.append((name, size, begun, min(behind, len(times_us))))
     return timed_copies(times_us, copies, bytes_per_us)
 
 
@@ -172,7 +164,7 @@ def offloaded_name(name: str) -> str:
 
 def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsAndCopies:
     """The ops of a forward that copies these values to the host."""
-    values = [Moved(op.name, op.bytes, i) for i, op in enumerate(ops) if op.name in names]
+    values = ((op.name, op.bytes, i) for i, op in enumerate(ops) if op.name in names)
     copies = offload_copies([op.us for op in ops], values, host.offload_bytes_per_us)
     added: dict[int, list[Value]] = {}
     for copy in copies:

@@ -14,7 +14,6 @@ A gradient of a norm, behind attention's backward over a long sequence, is such 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.problem.op import POINTWISE, VIEW, Op
@@ -74,15 +73,11 @@ def reloads(
         free: names of inputs that are in memory all along.
     """
     bytes_of = {op.name: 0 if op.name in free else op.bytes for op in ops}
-    readers: dict[str, list[int]] = {}
-    for i, op in enumerate(ops):
-        for name in op.inputs:
-            readers.setdefault(name, []).append(i)
-    own_chains = cheap - _of_several(ops, sizes.keys(), cheap)
+    chains, uses_of = _chains_and_uses(ops, sizes, cheap, bytes_of)
     found: list[Reload] = []
     unread: set[int] = set()
     for name, size in sizes.items():
-        chain, uses = _chain_and_uses(ops, readers, name, size, bytes_of, own_chains)
+        chain, uses = chains[name], uses_of[name]
         for number, group in enumerate(_groups(uses, times_us, size / bytes_per_us)):
             needed = _needed(ops, group, chain)
             found.append(Reload(name, size, tuple(group), needed, again=number > 0))
@@ -94,57 +89,32 @@ def reloads(
     return Reloads(tuple(found), frozenset(unread))
 
 
-def _of_several(ops: Sequence[Op], names: Set[str], cheap: Set[str]) -> set[str]:
-    """The cheap ops that are computed from several of the values: they are in no chain, because
-    each value is copied back in its own time."""
-    sources: dict[str, frozenset[str]] = {name: frozenset([name]) for name in names}
-    for op in ops:
-        if op.name in cheap and op.kind in (POINTWISE, VIEW):
-            found = frozenset[str]().union(*(sources.get(name, ()) for name in op.inputs))
-            if found:
-                sources[op.name] = found
-    return {name for name, found in sources.items() if len(found) > 1}
-
-
-def _chain_and_uses(
-    ops: Sequence[Op],
-    readers: Mapping[str, Sequence[int]],
-    name: str,
-    size: int,
-    bytes_of: Mapping[str, int],
-    cheap: Set[str],
-) -> tuple[dict[str, int], dict[int, bool]]:
-    """The positions of the ops of a value's cheap chain, by name, and of those that use it.
+def _chains_and_uses(
+    ops: Sequence[Op], sizes: Mapping[str, int], cheap: Set[str], bytes_of: Mapping[str, int]
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[int, bool]]]:
+    """Of each value the positions of the ops of its cheap chain, by name, and of those that use it.
 
     Each use with whether it reads the value's own memory. What a call reads of the chain besides is
-    in memory of its own before the call.
-
-    Args:
-        readers: of each value the positions of the ops that read it.
+    in memory of its own before the call. What is computed from several values is in no chain,
+    because each value is copied back in its own time.
     """
-    chain: dict[str, int] = {}
-    uses: dict[int, bool] = {}
-    own = {name}  # the value and views of it
-    queue = list(readers.get(name, ()))
-    heapq.heapify(queue)
-    last = -1
-    while queue:
-        i = heapq.heappop(queue)
-        if i == last:
-            continue
-        last, op = i, ops[i]
-        inside = [n for n in op.inputs if n == name or n in chain]
-        others = (bytes_of.get(n, 0) for n in op.inputs if n not in inside)
-        is_cheap = op.name in cheap and op.kind in (POINTWISE, VIEW)
-        if is_cheap and sum(others) <= _SMALL * size:
-            chain[op.name] = i
-            if op.kind == VIEW and not own.isdisjoint(inside):
-                own.add(op.name)
-            for reader in readers.get(op.name, ()):
-                heapq.heappush(queue, reader)
-        else:
-            uses[i] = not own.isdisjoint(inside)
-    return chain, uses
+    chains: dict[str, dict[str, int]] = {name: {} for name in sizes}
+    uses: dict[str, dict[int, bool]] = {name: {} for name in sizes}
+    value_of = {name: name for name in sizes}  # of the ops of chains too
+    own = set(sizes)  # the values and views of them
+    for i, op in enumerate(ops):
+        read = {value_of[name] for name in op.inputs if name in value_of}
+        others = sum(bytes_of.get(name, 0) for name in op.inputs if name not in value_of)
+        is_cheap = op.name in cheap and op.kind in (POINTWISE, VIEW) and len(read) == 1
+        for value in read:
+            if is_cheap and others <= _SMALL * sizes[value]:
+                chains[value][op.name], value_of[op.name] = i, value
+                if op.kind == VIEW and not own.isdisjoint(op.inputs):
+                    own.add(op.name)
+            else:
+                read_here = (name for name in op.inputs if value_of.get(name) == value)
+                uses[value][i] = not own.isdisjoint(read_here)
+    return chains, uses
 
 
 def _groups(uses: Mapping[int, bool], times_us: Sequence[float], copy_us: float) -> list[list[int]]:

@@ -34,12 +34,13 @@ class ReadSchedule(SchedulerPass):
 
     Attributes:
         failed: an error left a graph unread: nothing is known.
+        checked: how many graphs were found to run their loops in order.
         schedules: those that it has read, with the bodies of their loops.
     """
 
     def __init__(self, users_pass: Callable[..., Any] | None = None):
         super().__init__(users_pass)
-        self.failed = False
+        self.failed, self.checked = False, 0
         self.schedules: list[Schedule] = []
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -55,6 +56,7 @@ class ReadSchedule(SchedulerPass):
         """Check the order of a graph's kernels, and read their code."""
         with self._told():
             reader.check_loops(kernels, CONDITION)
+            self.checked += 1
         write()
         allocated = allocated_bytes if reader.is_for_cpu() else bytes_on_gpu
         with self._told():

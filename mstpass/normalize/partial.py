@@ -298,8 +298,7 @@ class Partial:
         return self.builder.filled(shape, 0, like.meta["val"])
 
     def _chunk_shape(self, like: fx.Node, spec: Spec) -> list[Any]:
-        (shape,) = self.axis.chunk_shapes(like, spec, self.length)
-        return shape
+        return self.axis.chunk_shape(like, spec, self.length)
 
     def on_grid(self, value: fx.Node, like: fx.Node, spec: Spec, grid: Sequence[Any]) -> fx.Node:
         """A value on a grid; ``like`` has it in its token dims.

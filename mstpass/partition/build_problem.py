@@ -21,7 +21,8 @@ from mstpass.graph.collectives import is_pending, may_repeat, sizes_agree
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import Policies, is_heavy, is_input_write, is_pinned, policies_of
-from mstpass.graph.sizes import is_dense, is_size
+from mstpass.graph.renew_values import order_of_copy
+from mstpass.graph.sizes import is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import OptionError, Options
 from mstpass.problem.problem import (
@@ -174,7 +175,7 @@ def _offload(node: fx.Node, must: bool) -> str:
     if value is None or value.device.type != loop_op.DEVICE_TYPE or is_size(node):
         return ""
     least = 1 if must else LEAST_OFFLOADED_BYTES  # torch tells copies apart by their addresses
-    if not is_dense(value) or nbytes(node) < least:
+    if order_of_copy(value) is None or nbytes(node) < least:
         return ""
     return MUST_OFFLOAD if must else MAY_OFFLOAD
 

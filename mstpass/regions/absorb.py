@@ -22,7 +22,6 @@ What is left of them stays only if fewer bytes then exist because of the region.
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
@@ -54,25 +53,18 @@ def _add_users(
         fits: whether it may stay, once it has its spec.
         read: what members read from outside; nodes that join may read it too.
     """
-    joint, added = trial.joint, set[fx.Node]()
-    queue = [joint.index[user] for node in starts for user in node.users]
-    heapq.heapify(queue)  # operands first
-    while queue:
-        node = joint.nodes[heapq.heappop(queue)]
-        if node in trial.specs or not joins(node):
-            continue
+    added = set[fx.Node]()
+    for node in filter(joins, trial.spread(starts)):
         held = ((n, trial.specs.get(n, read.get(n, WHOLE))) for n in node.all_input_nodes)
         found = next(((n, s) for n, s in held if not isinstance(s, Reduced) and s), None)
         result = None if found is None else trial.result(node, *found)
         if result is None or result == WHOLE or isinstance(result, Refusal):
             continue
         trial.specs[node] = result
-        if not fits(node):
+        if fits(node):
+            added.add(node)
+        else:
             del trial.specs[node]
-            continue
-        added.add(node)
-        for user in node.users:
-            heapq.heappush(queue, joint.index[user])
     return added
 
 
@@ -190,12 +182,9 @@ def _is_narrow_op(growth: WideGrowth, node: fx.Node) -> bool:
 
 def _add_above(trial: WideGrowth) -> set[fx.Node]:
     """Add forward nodes that the forward reads only inside of the region; returns them."""
-    joint, added = trial.joint, set[fx.Node]()
-    queue = [-joint.index[n] for m in trial.specs for n in m.all_input_nodes]
-    heapq.heapify(queue)  # readers first
-    while queue:
-        node = joint.nodes[-heapq.heappop(queue)]
-        if node not in joint.forward or not _is_narrow_op(trial, node):
+    added = set[fx.Node]()
+    for node in trial.spread(trial.specs, up=True):
+        if node not in trial.joint.forward or not _is_narrow_op(trial, node):
             continue
         spec = _spec_for_readers(trial, node)
         needs = Refusal("") if spec is None else trial.operand_specs(node, spec)
@@ -204,8 +193,6 @@ def _add_above(trial: WideGrowth) -> set[fx.Node]:
         if all(trial.specs.get(operand, held) == held for operand, held in needs.items()):
             trial.specs[node] = spec
             added.add(node)
-            for operand in node.all_input_nodes:
-                heapq.heappush(queue, -joint.index[operand])
     return added
 
 

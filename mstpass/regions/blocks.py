@@ -26,6 +26,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.advice import OWN_LOOPS
 from mstpass.graph.attention import (
+    backwards_of,
     is_attention,
     is_attention_item,
     is_backward,
@@ -45,6 +46,7 @@ from mstpass.graph.tokens import (
     Spec,
     has_tokens,
     token_count,
+    without_ones,
 )
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import Growth, back_to, between, found_regions
@@ -180,31 +182,20 @@ class _Block(Growth):
         cone = between(self.joint, x, [y])
         if self.attention not in cone:
             raise CannotTake(self.attention, NO_RESIDUAL)
-        self._read(x, self._spec_of_input(x, cone))
+        shape = generic_shape(x.meta["val"])
+        of_tokens = without_ones(shape, tuple(range(len(shape) - 1)))  # the features come last
+        self._read(x, of_tokens[-len(row_dims(self.attention)) :])
         for node in self.joint.sorted(cone):
             if is_attention(node) and node is not self.attention:
                 raise CannotTake(node, OWN_LOOPS("another attention lies inside of the block"))
             if not self._try_add(node):
                 raise CannotTake(node, NOT_BY_TOKEN)
 
-    def _spec_of_input(self, x: fx.Node, cone: Set[fx.Node]) -> Spec:
-        """The token dims of the block's input, from those of attention's queries."""
-        specs: dict[fx.Node, Spec] = {self.attention: row_dims(self.attention)}
-        for node in reversed(self.joint.sorted(cone)):
-            needs = self._needs_of(node, specs[node]) if node in specs else {}
-            for operand, spec in needs.items():
-                if spec:
-                    specs.setdefault(operand, spec)
-        if x not in specs:
-            raise CannotTake(x, NOT_BY_TOKEN)
-        return specs[x]
-
     def _add_backward(self) -> None:
         joint = self.joint
         of_mlp = {joint.by_name[n]: spec for n, spec in self.mlp.members if spec != WHOLE}
         own = {node for node in of_mlp if not ops.is_constant(node)} - joint.forward
-        out = {user for user in self.attention.users if is_attention_item(user)}
-        own |= {u for item in out for u in item.users if is_attention(u) and is_backward(u)}
+        own |= backwards_of(self.attention)
         own |= {item for node in own if is_attention(node) for item in node.users}
         if not any(map(is_attention, own)):
             raise CannotTake(
@@ -243,8 +234,7 @@ class _Block(Growth):
 
         It may be cast to a wider dtype, as a norm's weight is by the norm's gradient in torch 2.15.
         """
-        while node.op == "call_function" and ops.widens(node):
-            node = node.all_input_nodes[0]
+        node = ops.behind(node, ops.widens)
         if ops.is_constant(node):
             return True
         base = ops.base_of(node)

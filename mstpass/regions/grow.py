@@ -217,6 +217,25 @@ class Growth:
         """A user that belongs cannot join."""
         raise CannotTake(user, reason)
 
+    # ---- on trial ------------------------------------------------------------------------------
+    def spread(self, starts: Iterable[fx.Node], up: bool = False) -> Iterator[fx.Node]:
+        """The users of the starts, and of each of these that has become a member when the next one
+        is asked for: operands first, each no member yet.
+
+        Args:
+            up: operands in place of users, readers first.
+        """
+        sign = -1 if up else 1
+        near = lambda node: node.all_input_nodes if up else node.users
+        queue = [sign * self.joint.index[n] for node in starts for n in near(node)]
+        heapq.heapify(queue)
+        while queue:
+            node = self.joint.nodes[sign * heapq.heappop(queue)]
+            if node not in self.specs:
+                yield node
+                for other in near(node) if node in self.specs else ():
+                    heapq.heappush(queue, sign * self.joint.index[other])
+
     # ---- sums ----------------------------------------------------------------------------------
     def join_sums(self, sums: Set[fx.Node]) -> None:
         """Add the nodes that add up several of these sums, or views of them, so that the loop
@@ -225,18 +244,12 @@ class Growth:
         They read nothing else, and no other node outside of the region reads what they read.
         """
         every, added = set(sums), list[fx.Node]()
-        readers = [self.joint.index[user] for node in sums for user in node.users]
-        heapq.heapify(readers)
-        while readers:
-            node = self.joint.nodes[heapq.heappop(readers)]
+        for node in self.spread(sums):
             read = {n for n in node.all_input_nodes if n in every}
-            if node in self.specs or node.op == "output" or not self._adds_up(node, read):
-                continue
-            self.specs[node] = SUM
-            every.add(node)
-            added.append(node)
-            for user in node.users:
-                heapq.heappush(readers, self.joint.index[user])
+            if node.op != "output" and self._adds_up(node, read):
+                self.specs[node] = SUM
+                every.add(node)
+                added.append(node)
         for node in reversed(added):  # a view that leads to no such sum stays outside
             several = sum(not is_size(n) for n in node.all_input_nodes) > 1
             if not several and not any(user in self.specs for user in node.users):

@@ -190,14 +190,8 @@ class _Writer:
         """The new node for an old one; what is not written yet is written first."""
         name = name or old.name
         if name not in self.env:
-            stack = [old]
-            while stack:
-                node = stack[-1]
-                missing = [n for n in node.all_input_nodes if n.name not in self.env]
-                if missing:
-                    stack += missing
-                    continue
-                stack.pop()
+            missing = lambda n: [i for i in reversed(n.all_input_nodes) if i.name not in self.env]
+            for node in needed_first(old, missing, ()):
                 if node.name not in self.env:
                     self.env[node.name] = new = self.graph.node_copy(node, self._operand_of(node))
                     self.renewal.renew(new)
@@ -222,8 +216,7 @@ class _Writer:
     def _reload(self, op: Op) -> fx.Node:
         on_host, value = self.env[op.inputs[0]], self.nodes[op.node_name].meta["val"]
         strided = is_static(value) and not value.is_contiguous()
-        layout = (list(value.shape), list(value.stride())) if strided else ()
-        args = (on_host, value.device, *layout)
+        args = (on_host, value.device, *([list(value.stride())] if strided else ()))
         return self._call(host_copy_ops.RELOAD, args, f"{op.node_name}_reload", value)
 
     def _await_reload(self, op: Op) -> fx.Node:

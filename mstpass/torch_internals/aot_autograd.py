@@ -32,6 +32,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor.graph import SubgraphLowering
 from torch._inductor.virtualized import V
+from torch._prims_common import clone_preserve_strides
 from torch.fx.experimental._backward_state import BackwardState
 from torch.utils._ordered_set import OrderedSet
 
@@ -293,7 +294,8 @@ def _extended(
         try:
             if donated and torch._C._autograd._get_current_graph_task_keep_graph():
                 for position in donated:
-                    all_args[position] = _copy(all_args[position])
+                    if isinstance(value := all_args[position], Tensor):
+                        all_args[position] = clone_preserve_strides(value)
             return run(ctx, all_args)
         except Exception as error:
             if functions.on_error is not None:
@@ -301,17 +303,6 @@ def _extended(
             raise
 
     return extended
-
-
-def _copy(value: Any) -> Any:
-    """A copy with the same strides: compiled code relies on them."""
-    if not isinstance(value, Tensor):
-        return value
-    copied = value.clone()
-    if copied.stride() == value.stride():
-        return copied
-    storage = value.untyped_storage().clone()
-    return value.new_empty(0).set_(storage, value.storage_offset(), value.size(), value.stride())
 
 
 # ---- compiled autograd -------------------------------------------------------------------------

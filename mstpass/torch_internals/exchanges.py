@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 if dist.is_available():
-    from torch.distributed._functional_collectives import (
-        all_to_all_single,
-        all_to_all_single_autograd,
-        wait_tensor,
-    )
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 def all_to_all(x: Tensor, group_name: str) -> Tensor:
@@ -31,14 +27,17 @@ def all_to_all(x: Tensor, group_name: str) -> Tensor:
 def begin_all_to_all(x: Tensor, size: int, group_name: str) -> Tensor:
     """The same without autograd; the result is complete once `wait` has returned it."""
     parts = [x.shape[0] // size] * size
-    pending: Tensor = torch.ops._c10d_functional.all_to_all_single(
-        x.contiguous(), parts, parts, group_name
-    )
+    return _begin(x, parts, parts, group_name)
+
+
+def _begin(x: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    exchange = torch.ops._c10d_functional.all_to_all_single
+    pending: Tensor = exchange(x.contiguous(), received, sent, group_name)
     return pending
 
 
 def wait(pending: Tensor) -> Tensor:
-    """What `begin_all_to_all` began, complete."""
+    """What was begun, complete."""
     complete: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
     return complete
 
@@ -57,5 +56,4 @@ def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:
     rows = x.shape[0]
     sent = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     received = [rows if other == (rank - 1) % size else 0 for other in range(size)]
-    pending = all_to_all_single(x.contiguous(), received, sent, group_name)  # type: ignore[arg-type]
-    return wait_tensor(pending)
+    return wait(_begin(x, received, sent, group_name))

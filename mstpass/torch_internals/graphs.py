@@ -2,7 +2,7 @@
 
 The joint graph holds overloads (``aten.mm.default``) and higher-order ops (``while_loop``), for
 whose types torch has no public names. Source: torch/_ops.py, torch/_higher_order_ops/utils.py and
-flex_attention.py, torch/fx/_lazy_graph_module.py, torch/utils/_pytree.py.
+flex_attention.py, torch/fx/_lazy_graph_module.py, torch/utils/_pytree.py and _dtype_abbrs.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mstpass.torch_internals.versions import find_or_none
 
-__all__ = ["HigherOrderOperator", "OpOverload", "tree_leaves", "tree_map"]
+__all__ = ["HigherOrderOperator", "OpOverload", "dtype_abbrs", "tree_leaves", "tree_map"]
 
 
 def rename(node: fx.Node, name: str) -> None:

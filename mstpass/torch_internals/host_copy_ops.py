@@ -3,12 +3,12 @@
 ``offload`` and ``reload`` begin a copy on a stream of their own, and ``wait_tensor`` makes the
 current stream wait for its end::
 
-    copy = offload(x)                          back = reload(host, device, sizes, strides)
+    copy = offload(x)                          back = reload(host, device, strides)
     host = wait(copy, x)                       x    = wait(back, host)
 
 The last argument only keeps a tensor alive until the wait. torch has such ops from 2.12 on,
-``ao::offload`` (torch/_functorch/_activation_offloading/offload_ops.py); these are the same on
-every version.
+``ao::offload`` (torch/_functorch/_activation_offloading/offload_ops.py); these are there in every
+version.
 
 A loop that needs one chunk at a time copies its rows itself, on the stream that computes::
 
@@ -53,24 +53,13 @@ def fake_offload(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def _reload(
-    tensor: Tensor,
-    device: torch.device,
-    original_size: list[int] | None = None,
-    original_stride: list[int] | None = None,
-) -> Tensor:
-    return _copy(tensor, on_device(tensor, device, original_size, original_stride), device)
+def _reload(tensor: Tensor, device: torch.device, stride: list[int] | None = None) -> Tensor:
+    return _copy(tensor, on_device(tensor, device, stride), device)
 
 
-def on_device(
-    tensor: Tensor,
-    device: torch.device,
-    original_size: list[int] | None = None,
-    original_stride: list[int] | None = None,
-) -> Tensor:
-    size = tensor.shape if original_size is None else original_size
-    stride = tensor.stride() if original_stride is None else original_stride
-    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+def on_device(tensor: Tensor, device: torch.device, stride: list[int] | None = None) -> Tensor:
+    strides = tensor.stride() if stride is None else stride
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
 
 
 def _wait(tensor: Tensor, last_use: Tensor) -> Tensor:
@@ -105,10 +94,7 @@ def fake_rows(host: Tensor, start: int, length: int, device: torch.device) -> Te
 
 OFFLOAD: OpOverload = own_op("offload(Tensor tensor) -> Tensor", _offload, fake_offload)
 RELOAD: OpOverload = own_op(
-    "reload(Tensor tensor, Device device, SymInt[]? original_size=None, "
-    "SymInt[]? original_stride=None) -> Tensor",
-    _reload,
-    on_device,
+    "reload(Tensor tensor, Device device, SymInt[]? stride=None) -> Tensor", _reload, on_device
 )
 WAIT: OpOverload = own_op(
     "wait_tensor(Tensor(a) tensor, Tensor last_use) -> Tensor(a)", _wait, fake_wait

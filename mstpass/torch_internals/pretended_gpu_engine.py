@@ -5,7 +5,7 @@ A build without CUDA lacks two more things: an answer to what the accelerator is
 guard that switches devices. Here
 
 - two methods of torch's CUDA hooks are replaced, in a copy of their table of virtual methods;
-- a guard that does nothing is compiled and loaded, once for each version of torch
+- a guard that does nothing is compiled into Inductor's compile cache, and loaded
   (pretended_gpu_guard.cpp): a build without CUDA is used with a C++ compiler anyway;
 - the engine runs on the calling thread: the threads of its devices may run already.
 
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from mstpass.torch_internals.caches import cache_folder
 from mstpass.torch_internals.versions import installed
 
 _GUARD = Path(__file__).with_name("pretended_gpu_guard.cpp")
@@ -116,18 +117,11 @@ def _library(name: str) -> ctypes.CDLL:
 @functools.cache
 def _load_guard() -> None:
     """Compile the guard, unless an earlier process did, and load it."""
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    library = Path(cache, "mstpass", f"pretended_gpu_guard-{installed()}.so")
+    library = cache_folder() / f"mstpass_pretended_gpu_guard-{installed()}.so"
     with contextlib.suppress(OSError):  # it is not there, or broken
         ctypes.CDLL(str(library))
         return
-    try:
-        if cache.startswith("~"):
-            raise OSError("there is no home directory")
-        _compile_guard(library)
-    except OSError:
-        library = Path(tempfile.mkdtemp(), library.name)
-        _compile_guard(library)
+    _compile_guard(library)
     ctypes.CDLL(str(library))
 
 
@@ -138,7 +132,6 @@ def _compile_guard(library: Path) -> None:
             "this build of torch has no CUDA, and no C++ compiler is found to make up for it: "
             "install g++ or clang++, or a CUDA build of torch (it needs no GPU)"
         )
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         flags = ["-shared", "-fPIC", "-std=c++20", f"-I{_ROOT}/include"]

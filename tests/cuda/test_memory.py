@@ -58,6 +58,20 @@ def transformer(dtype: torch.dtype = BF16, masked: bool = False) -> Step:
     return loss, (ids,)
 
 
+def _readers(monkeypatch: pytest.MonkeyPatch) -> list[ReadSchedule]:
+    """What reads the schedules of the steps that are compiled from now on."""
+    readers: list[ReadSchedule] = []
+    peak_bytes = ReadSchedule.peak_bytes.fget
+    assert peak_bytes is not None
+
+    def seen(self: ReadSchedule) -> int | None:
+        readers.append(self)
+        return peak_bytes(self)
+
+    monkeypatch.setattr(ReadSchedule, "peak_bytes", property(seen))
+    return readers
+
+
 CASES: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "head": (lambda: head(4096, 256, 32000), {}),
     "a head that is left whole": (lambda: head(4096, 256, 32000), {"chunk": "off"}),
@@ -76,15 +90,7 @@ ATTENTION = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn", "leas
 def test_the_scheduled_peak_is_the_simulated_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readers: list[ReadSchedule] = []
-    peak_bytes = ReadSchedule.peak_bytes.fget
-    assert peak_bytes is not None
-
-    def seen(self: ReadSchedule) -> int | None:
-        readers.append(self)
-        return peak_bytes(self)
-
-    monkeypatch.setattr(ReadSchedule, "peak_bytes", property(seen))
+    readers = _readers(monkeypatch)
     step, options = CASES[name]
     outcome = dry_run(*step(), **options).report.outcome
     assert outcome.scheduled_peak_bytes is not None
@@ -124,6 +130,18 @@ def test_a_gradient_of_picked_logits_is_written_over_the_logits(name: str) -> No
     outcome = run.report.outcome
     assert outcome.scheduled_peak_bytes == pytest.approx(outcome.peak_bytes, rel=0.01)
     assert outcome.peak_bytes <= 1.05 * floor
+
+
+def test_sums_of_partial_sums_are_in_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of a norm's backward adds up rows and columns, the columns in a workspace."""
+    readers = _readers(monkeypatch)
+    inputs = [tensor(*size, dtype=BF16, grad=True) for size in ((8192, 1024), (1024,), (1024,))]
+    loss = lambda x, *of_norm: F.layer_norm(x, (1024,), *of_norm).float().square().sum()
+    code = dry_run(loss, inputs).text
+    totals = re.findall(r"(\w+) = workspace_0\[.*\(dim=0\)", code)
+    lines = [line for schedule in readers[-1].schedules for line in schedule.lines]
+    assert len(totals) == 2  # the gradients of weight and bias, in float32
+    assert all({total: 4 * 1024} in [line.allocated for line in lines] for total in totals)
 
 
 def test_a_mask_has_one_buffer_for_all_heads() -> None:

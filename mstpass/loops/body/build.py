@@ -208,7 +208,7 @@ class _Body:
         built = self.sizes.reshaped(rows, layout.ordered)
         if layout.order != sorted(layout.order):
             built = self.builder.call(aten.permute.default, built, layout.inverse)
-        (shape,) = self.axis.chunk_shapes(node, spec, self.rows)
+        shape = self.axis.chunk_shape(node, spec, self.rows)
         return self.sizes.reshaped(built, shape)
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:

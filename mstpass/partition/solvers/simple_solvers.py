@@ -37,17 +37,15 @@ torch's ``activation_memory_budget`` is such a knapsack too
 (torch/_functorch/_activation_checkpointing/knapsack.py); its budget is a share of the saved bytes,
 not a peak.
 
-The knapsack is solved by dynamic programming over ``_UNITS`` units of bytes, to which weights are
-rounded. Worths are added as if no recomputed value needed another one.
+The knapsack is a mixed-integer program, which is solved up to ``_GAP``. Worths are added as if no
+recomputed value needed another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-
-import numpy as np
+from collections.abc import Iterator, Mapping, Sequence
 
 from mstpass.partition.solvers.candidate import Candidate, first_within, measured
 from mstpass.partition.solvers.choose_modes import (
@@ -122,7 +120,7 @@ def _rate(freed_bytes: int, added_us: float) -> float:
     return freed_bytes / added_us if added_us > 0 else math.inf
 
 
-_UNITS = 1024  # that the bytes of all items are divided into
+_GAP = 1e-3  # of the worth, by which a knapsack may miss the best one
 _LIMITS = 16  # limits that are tried for each choice of modes, beside 0
 
 
@@ -143,35 +141,19 @@ def _plans_by_limit(problem: CutProblem, modes: Mapping[str, str]) -> Iterator[C
     closed = with_modes(problem, modes)
     read = saved_where(closed, lambda value: value.forward)
     items = [value for value in closed.values if value.name in read and not value.pinned]
-    table = _Knapsack(items)
-    for i in range(_LIMITS + 1):
-        yield measured(problem, modes, table.best(_UNITS * (_LIMITS - i) // _LIMITS))
+    for i in reversed(range(_LIMITS + 1)):
+        yield measured(problem, modes, _most_worth(items, i / _LIMITS))
 
 
-class _Knapsack:
-    """The best subset of items for every limit, by dynamic programming.
+def _most_worth(items: Sequence[Value], share: float) -> frozenset[str]:
+    """Names of the items that are worth most within a share of the bytes of all."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
-    After item i, ``worth[u]`` is the most that the items up to i are worth within u units, and
-    ``takes[i, u]`` says whether item i is among them.
-    """
-
-    def __init__(self, items: list[Value]):
-        self.items = items
-        total = max(1, sum(value.bytes for value in items))
-        self.units = [round(value.bytes * _UNITS / total) for value in items]
-        worth = np.zeros(_UNITS + 1)
-        self.takes = np.zeros((len(items), _UNITS + 1), dtype=bool)
-        for i, (value, units) in enumerate(zip(items, self.units, strict=True)):
-            with_item = np.full(_UNITS + 1, -np.inf)
-            with_item[units:] = worth[: _UNITS + 1 - units] + value.us
-            self.takes[i] = with_item >= worth
-            worth = np.maximum(worth, with_item)
-
-    def best(self, limit: int) -> frozenset[str]:
-        """Names of the items to save within a limit, in units."""
-        names = []
-        for i in reversed(range(len(self.items))):
-            if self.takes[i, limit]:
-                names.append(self.items[i].name)
-                limit -= self.units[i]
-        return frozenset(names)
+    if not items:
+        return frozenset()
+    total_bytes = max(1, sum(value.bytes for value in items))
+    weights, worths = ([v.bytes / total_bytes for v in items], [-v.us for v in items])
+    how = {"mip_rel_gap": _GAP}
+    within = LinearConstraint([weights], ub=share)
+    found = milp(worths, integrality=1, bounds=Bounds(0, 1), constraints=within, options=how).x
+    return frozenset(v.name for v, taken in zip(items, found, strict=True) if taken > 0.5)
