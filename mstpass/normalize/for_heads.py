@@ -68,12 +68,12 @@ from mstpass.graph.attention import (
 )
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated, rewritten
-from mstpass.graph.sizes import is_static, same_shape
+from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.normalize.divided_products import Division
 from mstpass.normalize.indexing import as_slice
 from mstpass.normalize.parts import Parts
-from mstpass.normalize.unstack import divided
+from mstpass.normalize.unstack import divided, other_term
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -263,13 +263,8 @@ class _Split:
         if len(given) == len(operands):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given.get(n, n))
             return self._call(node, node.target, *args, **kwargs)
-        is_sum = node.target is aten.add.Tensor and not node.kwargs
-        alike = all(
-            same_shape(n.meta["val"].shape, node.meta["val"].shape)
-            and n.meta["val"].dtype == node.meta["val"].dtype
-            for n in operands
-        )
-        return next(iter(given.values())) if is_sum and alike else None
+        other = other_term(node, {*operands} - given.keys())
+        return None if other is None else given.get(other)
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.rewriting.before(node):
