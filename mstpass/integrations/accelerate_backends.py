@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -34,20 +33,8 @@ KNOWN_VERSIONS = "1.1 to 1.15"
 
 def register() -> None:
     """Make Accelerate accept the backend's name, now or when it is imported; never raises."""
-    after_import("accelerate.utils.dataclasses", _safely(_add_to_enum))
-    after_import("accelerate.commands.config.config_utils", _safely(_add_to_command_line))
-
-
-def _safely(change: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Somebody else's import is under way: it must not fail because of us."""
-
-    def changed(module: ModuleType) -> None:
-        try:
-            change(module)
-        except Exception as error:
-            _warn(f"{type(error).__name__}: {error}")
-
-    return changed
+    after_import("accelerate.utils.dataclasses", _add_to_enum)
+    after_import("accelerate.commands.config.config_utils", _add_to_command_line)
 
 
 def _add_to_enum(module: ModuleType) -> None:

@@ -18,13 +18,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+log = logging.getLogger(__name__)
 Function = Callable[[ModuleType], None]
 
 
 def after_import(name: str, function: Function) -> None:
     """Call `function` with the module of that name: now, or as soon as somebody has imported it.
 
-    Each function is called once, however often it is registered.
+    Each function is called once, however often it is registered. One that fails is logged.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -32,7 +33,15 @@ def after_import(name: str, function: Function) -> None:
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
     elif not getattr(module.__spec__, "_initializing", False):  # else its import is under way
+        _call(function, module)
+
+
+def _call(function: Function, module: ModuleType) -> None:
+    try:
         function(module)
+    except Exception as error:  # somebody else's import is under way
+        told = f"{type(error).__name__}: {error}"
+        log.warning("mstpass leaves %s as it is: %s", module.__name__, told)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -72,16 +81,13 @@ class _Loader(importlib.abc.Loader):
         self._own.exec_module(module)
         function = _FINDER.waiting.pop(module.__name__, None)
         if function is not None:
-            function(module)
+            _call(function, module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
 
 _FINDER = _Finder()
-
-
-log = logging.getLogger(__name__)
 _REGISTRY = "torch._dynamo.backends.registry"
 
 
@@ -95,8 +101,5 @@ def register() -> None:
 
 
 def _add(module: ModuleType) -> None:
-    try:
-        entry_point = importlib.import_module("mstpass.entry_point")  # torch is imported by now
-        module.register_backend(entry_point.mst, name="mst")
-    except Exception as error:  # somebody else's import is under way
-        log.debug("mst is not registered with Dynamo, which finds its entry point: %s", error)
+    entry_point = importlib.import_module("mstpass.entry_point")  # torch is imported by now
+    module.register_backend(entry_point.mst, name="mst")

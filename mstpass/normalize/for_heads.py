@@ -50,6 +50,7 @@ Pseudo-code, for each backward of attention, of what depends on the gradients of
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Container
 from typing import Any
 
@@ -67,12 +68,12 @@ from mstpass.graph.attention import (
 )
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated, rewritten
-from mstpass.graph.sizes import is_static, same_shape
-from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.sizes import is_static
+from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.normalize.divided_products import Division
 from mstpass.normalize.indexing import as_slice
 from mstpass.normalize.parts import Parts
-from mstpass.normalize.unstack import divided
+from mstpass.normalize.unstack import divided, other_term
 from mstpass.walk import walk_once
 
 aten = torch.ops.aten
@@ -97,11 +98,14 @@ def _next_sections(
     for product in joint.nodes:
         if product.name in tried or product.target not in _PRODUCTS or product in joint.backward:
             continue
-        split = _only_reader_through_reshapes(product)
-        if split is None or split.target not in _SPLITS or not _along_last(split):
+        items = ops.readers_through_views(product)
+        splits = {n.all_input_nodes[0] for n in items if n.target is operator.getitem}
+        split = next(iter(splits), product)
+        if split.target not in _SPLITS or {*items} != {*split.users}:
             continue
         sizes = tuple(value.shape[-1] for value in split.meta["val"])
-        if any(map(_reaches_attention, split.users)):
+        of_columns = sum(sizes) == shape_of(product)[-1]
+        if of_columns and any(map(_reaches_attention, split.users)):
             division = Division(product.name, *Parts.of_sizes(1, sizes))
             return [product.name], ([*split.users], division)
     return None
@@ -113,24 +117,6 @@ def _divided(
     items, division = found
     joint, _ = rewritten(joint, items, as_slice)
     return divided(joint, [division])
-
-
-def _only_reader_through_reshapes(node: fx.Node) -> fx.Node | None:
-    """The reader of a product, if there is one and the columns stay one dim on the way to it."""
-    columns = shape_of(node)[-1]
-    while len(node.users) == 1:
-        (reader,) = node.users
-        if not ops.is_view_by_shape(reader):
-            return reader
-        if shape_of(reader)[-1] != columns:
-            return None
-        node = reader
-    return None
-
-
-def _along_last(split: fx.Node) -> bool:
-    rank = len(shape_of(split.all_input_nodes[0]))
-    return dims_of(split, rank, "dim") == [rank - 1]
 
 
 def _reaches_attention(item: fx.Node) -> bool:
@@ -277,13 +263,8 @@ class _Split:
         if len(given) == len(operands):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given.get(n, n))
             return self._call(node, node.target, *args, **kwargs)
-        is_sum = node.target is aten.add.Tensor and not node.kwargs
-        alike = all(
-            same_shape(n.meta["val"].shape, node.meta["val"].shape)
-            and n.meta["val"].dtype == node.meta["val"].dtype
-            for n in operands
-        )
-        return next(iter(given.values())) if is_sum and alike else None
+        other = other_term(node, {*operands} - given.keys())
+        return None if other is None else given.get(other)
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.rewriting.before(node):

@@ -94,7 +94,8 @@ def masks_as_flags(joint: JointGraph) -> WithoutMasks:
         own = lambda one: name_of(joint.by_name[one.forward].target)
         kept = [dataclasses.replace(o, kernel=own(o)) for o in decided if not o.is_window]
         new = _written(joint, kept)
-    rejections = [_rejection(*each) for each in reasons if _is_large(each[0])]
+    large = (each for each in reasons if math.prod(_lengths(each[0])) >= _LEAST_REPORTED)
+    rejections = [_rejection(*each) for each in large]
     return WithoutMasks(new, tuple(_notes(joint, kept)), tuple(rejections))
 
 
@@ -174,11 +175,6 @@ def _notes(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> Iterator[s
 def _lengths(node: fx.Node) -> tuple[int, int]:
     query, key, _ = _operands(node)
     return hint(query.shape[-2]), hint(key.shape[-2])
-
-
-def _is_large(node: fx.Node) -> bool:
-    queries, keys = _lengths(node)
-    return queries * keys >= _LEAST_REPORTED
 
 
 def _mask_bytes(node: fx.Node) -> int:

@@ -178,7 +178,7 @@ class Part(Partial):
     def compute(self, node: fx.Node, spec: Spec) -> fx.Node:
         zero = self.flow.zero_in(self.number, node.all_input_nodes)
         if zero and not self.is_given(node, spec):
-            if (other := _other_term(node, zero)) is not None:
+            if (other := other_term(node, zero)) is not None:
                 return self.known[other, spec]
         if node.target is aten.clone.default and self._is_of_weight(node):
             parts = [self.known[key] for key in self._needed((node, spec))]
@@ -293,7 +293,7 @@ class Unstacker:
         return one.summed(node, source, held)
 
 
-def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+def other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
     """The term that is left of a sum of two with the same shape and dtype, of which one is 0."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
