@@ -19,7 +19,7 @@ from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers.choose_modes import (
-    fastest_loops,
+    fast_loops,
     least_memory_mode,
     with_narrower_sums,
 )
@@ -217,4 +217,4 @@ def test_where_long_chunks_hold_less_they_are_the_fast_ones() -> None:
     for us, is_near in ((20.1, True), (21.0, False)):
         long = _mode("long chunks", 200, 200, us)
         _, region = _region(few, long)
-        assert fastest_loops({"mm": 10, "grad": 10}, region) == (long if is_near else few)
+        assert fast_loops({"mm": 10, "grad": 10}, region) == (long if is_near else few)

@@ -173,7 +173,7 @@ class _Loops:
 
     def _chunk(self, loop: LoopPlan) -> tuple[int, tuple[str, ...]]:
         """The peak of one chunk, and ``Loop.narrow``; the same for equal loops on equal shapes."""
-        key = body_key(self.joint, loop, in_order=False)
+        key = body_key(self.joint, loop)
         if key not in self.chunks:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))

@@ -89,13 +89,6 @@ def lowest_saved_set(problem: CutProblem, modes: Mapping[str, str]) -> Candidate
     return lowest(Candidate(closed, Plan(saved, modes)) for saved in dict.fromkeys(sets))
 
 
-def saving_buffers_first(found: Candidate) -> Candidate:
-    """The plan, or one with another saved set of the fewest bytes if that has a lower peak."""
-    saved = min_cut(found.problem, with_buffers_first=True)
-    other = Candidate(found.problem, dataclasses.replace(found.plan, saved=saved))
-    return other if other.simulation.within(found.peak_bytes / TIE) else found
-
-
 def lowest(candidates: Iterable[Candidate]) -> Candidate:
     """The candidate of the lowest peak; of equal peaks that of the fewest saved bytes, then the
     fastest."""

@@ -136,17 +136,6 @@ def with_narrower_sums(problem: CutProblem) -> dict[str, str]:
     return better
 
 
-def fastest_loops(us: Mapping[str, float], region: RegionModes) -> Mode | None:
-    """The mode whose loops take the least time; one that outdoes it, if it is hardly slower."""
-    times = {mode.name: mode_us(us, region, mode) for mode in region.modes if mode.loops}
-    if not times:
-        return None
-    fastest = region[min(times, key=times.__getitem__)]
-    limit_us = _HARDLY_SLOWER * times[fastest.name]
-    near = [m for m in region.modes if m.loops and times[m.name] <= limit_us]
-    return min((fastest, *(m for m in near if _outdoes(m, fastest))), key=held_bytes)
-
-
 def fast_loops(us: Mapping[str, float], region: RegionModes) -> Mode | None:
     """Of the modes with loops that are hardly slower than the fastest, the one that holds least."""
     times = {mode.name: mode_us(us, region, mode) for mode in region.modes if mode.loops}

@@ -42,7 +42,7 @@ from mstpass.partition.solvers.candidate import (
     without_loops,
 )
 from mstpass.partition.solvers.choose_modes import (
-    fastest_loops,
+    fast_loops,
     first_modes,
     mode_us,
     op_times,
@@ -106,16 +106,16 @@ def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float
     for region in problem.regions:
         times = {mode.name: mode_us(us, region, mode) for mode in region.modes}
         to_none = next((mode for mode in region.modes if not mode.loops), None)
-        for mode in filter(None, (fastest_loops(us, region), to_none)):
+        for mode in filter(None, (fast_loops(us, region), to_none)):
             won_us = times[now[region.region]] - times[mode.name]
             if won_us > 0:
-                rank = _large_bytes(problem, region) / won_us
+                rank = large_bytes(problem, region) / won_us
                 moves.append((mode is to_none, rank, region.region, mode.name))
     some = sorted(moves)[: round(share * len(moves))]
     return fewest_saved_bytes(problem, {**now, **{name: mode for _, _, name, mode in some}})
 
 
-def _large_bytes(problem: CutProblem, region: RegionModes) -> int:
+def large_bytes(problem: CutProblem, region: RegionModes) -> int:
     """The largest buffer that the region has without loops."""
     sizes = problem.cached(certain_bytes)
     members = {n for mode in region.modes for loop in mode.loops for n in loop.members}
@@ -148,16 +148,28 @@ def only_loops_that_help(problem: CutProblem, found: Candidate) -> Candidate:
     """The same, wherever the peak of the plan is."""
     given = {**first_modes(problem), **found.plan.modes}
     whole = {r.region: mode.name for r in problem.regions for mode in r.modes if not mode.loops}
-    search = _Search(problem, lowest_saved_set(problem, {**given, **whole}))
+    search = LoopSearch(problem, lowest_saved_set(problem, {**given, **whole}))
     by_halves([(n, given[n]) for n in whole if given[n] != whole[n]], search.accept)
     return search.best
 
 
-class _Search:
-    """The best plan so far, and the number of simulations that are left."""
+class LoopSearch:
+    """The best plan so far, and the number of simulations that are left.
 
-    def __init__(self, problem: CutProblem, best: Candidate):
+    Args:
+        plan_of: the plan with some modes.
+        tie: peaks up to this factor apart count as equal.
+    """
+
+    def __init__(
+        self,
+        problem: CutProblem,
+        best: Candidate,
+        plan_of: Callable[[CutProblem, Mapping[str, str]], Candidate] = lowest_saved_set,
+        tie: float = 1.0,
+    ):
         self.problem, self.best, self.tries = problem, best, _TRIES
+        self.plan_of, self.tie = plan_of, tie
 
     def accept(self, modes: Sequence[tuple[str, str]]) -> bool:
         """Put regions in these modes, if the peak does not rise."""
@@ -165,10 +177,10 @@ class _Search:
             return False
         self.tries -= 1
         try:
-            found = lowest_saved_set(self.problem, {**self.best.plan.modes, **dict(modes)})
+            found = self.plan_of(self.problem, {**self.best.plan.modes, **dict(modes)})
         except (Cycle, nx.NetworkXUnbounded):
             return False
-        if not found.simulation.within(self.best.peak_bytes):
+        if not found.simulation.within(self.tie * self.best.peak_bytes):
             return False
         self.best = found
         return True
