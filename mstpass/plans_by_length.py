@@ -38,7 +38,6 @@ from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import Neighbours, RangePlan, Ranges, Values
 from mstpass.limit import Limit
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
-from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.batch_sizes import (
     TracingContext,
@@ -361,14 +360,12 @@ class PlansByLength:
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
-        with counted(len(coming), "mstpass compiles for all lengths") as advance:
-            for length in coming:
-                batch = self._longest_batch(values, length)
-                if batch is not None:
-                    ends = self.ranges.ends(self._of_sizes(batch))
-                    if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
-                        self._add(batch)
-                advance()
+        for length in coming:
+            batch = self._longest_batch(values, length)
+            if batch is not None:
+                ends = self.ranges.ends(self._of_sizes(batch))
+                if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
+                    self._add(batch)
 
     def _longest_batch(self, values: Values, most: int) -> Values | None:
         """The batch of at most this length that Dynamo's guards allow; None if none is near it."""

@@ -164,9 +164,9 @@ def note_sizes_by_data(nodes: Iterable[fx.Node]) -> None:
                 size.node.shape_env.var_to_hint_override[symbol] = most
 
 
-def bounds_of(environment: ShapeEnv, symbol: sympy.Symbol) -> tuple[int, int | None]:
-    """The least and the greatest value that a symbol may have; None: any."""
-    known = environment.var_to_range[symbol]
+def bounds_of(environment: ShapeEnv, expr: sympy.Expr) -> tuple[int, int | None]:
+    """The least and the greatest value that a size may have; None: any."""
+    known = environment.bound_sympy(expr)
     lower = int(known.lower) if known.lower.is_Integer else 0
     upper = known.upper
     return lower, int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
@@ -176,8 +176,7 @@ def most(size: int | torch.SymInt) -> int | None:
     """The greatest value that a size may have; None: any."""
     if isinstance(size, int):
         return size
-    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
+    return bounds_of(size.node.shape_env, size.node.expr)[1]
 
 
 def guards_of(environment: ShapeEnv) -> list[Any]:
