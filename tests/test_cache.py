@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,55 +10,18 @@ import torch
 
 from mstpass.inductor_hooks import uuid
 from mstpass.options import Options
+from tests.forks import run_ranks_of
 
 pytestmark = pytest.mark.sampled(3)
 
 FULL = pytest.mark.full
-PROGRAM = """
-import json, sys, torch
-import torch.nn.functional as F
-from torch import nn
-from mstpass.torch_internals.caches import counters
-import mstpass
-
-torch.manual_seed(0)
-dynamic, mlp = (word == "True" for word in sys.argv[2:])
-gate, up, down = nn.Linear(32, 128), nn.Linear(32, 128), nn.Linear(128, 32)
-head = nn.Linear(32, 600)
-lengths = (4096, 20_000) if dynamic else (512,)
-x, y = torch.randn(1, lengths[-1], 32), torch.randint(0, 600, (lengths[-1],))
-
-def loss(x, y):
-    h = torch.tanh(x + down(F.silu(gate(x)) * up(x)) if mlp else x)
-    return F.cross_entropy(head(h).flatten(0, 1), y)
-
-options = {"strict": True, "memory_budget": 0.0}
-step = torch.compile(loss, backend="mst", dynamic=dynamic, options=options)
-for length in lengths:
-    step(x[:, :length].clone(), y[:length].clone()).backward()
-report = mstpass.reports()[-1]
-from mstpass.report.details import details_to_json
-json.dump({
-    "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
-    "cached": report.cached, "text": str(report).split("\\n")[1:],
-    "details": details_to_json(report.details),
-    "regions": [(r.kind, r.mode, r.num_chunks, r.symbolic) for r in report.regions],
-    "gradient": head.weight.grad.double().sum().item(), "norm": head.bias.grad.norm().item(),
-}, open(sys.argv[1], "w"))
-"""
 
 
 def _run(folder: Path, name: str, dynamic: bool, mlp: bool) -> dict[str, object]:
     """What the program found, with the cache of this run of the tests: no other has its graphs."""
     out = folder / f"{name}.json"
-    environ = dict(os.environ)
-    environ.pop("MSTPASS_CHUNK", None)
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(out), str(dynamic), str(mlp)],
-        env=environ,
-        check=True,
-        timeout=300,
-    )
+    (done,) = run_ranks_of(["tests.cached_step", str(out), str(dynamic), str(mlp)], ranks=1)
+    assert not done.returncode, done.stderr[-4000:]
     result: dict[str, object] = json.loads(out.read_text())
     return result
 

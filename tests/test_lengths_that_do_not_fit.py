@@ -10,31 +10,36 @@ import torch
 
 import mstpass
 from mstpass.plans_by_length import PlansByLength
-from tests.checks import gradients
+from tests.checks import gradients, op_by_op
 from tests.models import TinyLM
 from tests.test_plans_by_length import _compiled, _loss_of
 
 pytestmark = pytest.mark.op_by_op
 
 
-@pytest.fixture
-def model() -> TinyLM:
+def _new_model() -> TinyLM:
     torch.manual_seed(0)
     torch._dynamo.reset()
     return TinyLM(800, 64)
+
+
+@pytest.fixture
+def model() -> TinyLM:
+    return _new_model()
 
 
 def _words(length: int) -> torch.Tensor:
     return torch.randint(800, (1, length))
 
 
-def _peaks(model: TinyLM, length: int) -> tuple[mstpass.Report, int, int]:
-    """The report of the least memory, and the peaks of its longest batch and of half of that."""
-    gradients(model, _compiled(_loss_of(model), memory_budget=0.0), [_words(length)])
-    report = mstpass.reports()[-1]
-    torch._dynamo.reset()
-    longest, half, _ = report.outcome.peaks
-    return report, longest.peak_bytes, half.peak_bytes
+@pytest.fixture(scope="module")
+def peaks() -> tuple[int, int]:
+    """With the least memory, of 4096 words and of half of them."""
+    with op_by_op():
+        model = _new_model()
+        gradients(model, _compiled(_loss_of(model), memory_budget=0.0), [_words(4000)])
+    longest, half, _ = mstpass.reports()[-1].outcome.peaks
+    return longest.peak_bytes, half.peak_bytes
 
 
 def _caught(step: Any, model: TinyLM, length: int) -> list[str]:
@@ -52,8 +57,10 @@ def _ends(before: int) -> list[int]:
 
 
 # ---- budgets -------------------------------------------------------------------------------------
-def test_a_length_that_no_plan_serves_is_an_error_that_says_what_fits(model: TinyLM) -> None:
-    _, at_4096, at_2048 = _peaks(model, 4000)
+def test_a_length_that_no_plan_serves_is_an_error_that_says_what_fits(
+    peaks: tuple[int, int], model: TinyLM
+) -> None:
+    at_4096, at_2048 = peaks
     step = _compiled(_loss_of(model), memory_budget=(at_4096 + at_2048) // 2)
     gradients(model, step, [_words(1500)])
     with pytest.raises(Exception, match="cannot be met: the lowest peak found is") as caught:
@@ -65,8 +72,10 @@ def test_a_length_that_no_plan_serves_is_an_error_that_says_what_fits(model: Tin
     gradients(model, step, [_words(longest * 15 // 16)])  # its own plan may have other chunks
 
 
-def test_without_strict_it_is_a_warning_about_the_range(model: TinyLM) -> None:
-    _, at_4096, at_2048 = _peaks(model, 4000)
+def test_without_strict_it_is_a_warning_about_the_range(
+    peaks: tuple[int, int], model: TinyLM
+) -> None:
+    at_4096, at_2048 = peaks
     budget = at_2048 + (at_4096 - at_2048) // 4
     step = _compiled(_loss_of(model), memory_budget=budget, strict=False)
     (said,) = _caught(step, model, 3500)

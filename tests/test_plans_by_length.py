@@ -104,6 +104,7 @@ def test_the_peaks_of_other_lengths_are_those_of_their_simulation(model: nn.Modu
     assert "1024 tokens at most, in chunks of up to" in text
 
 
+@pytest.mark.kernels
 def test_a_short_range_takes_a_longer_plan_until_it_comes_often(
     model: nn.Module, dispatchers: list[PlansByLength]
 ) -> None:

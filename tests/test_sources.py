@@ -62,7 +62,6 @@ RECURSIVE: dict[str, dict[str, str]] = {  # of each file: what it recurses along
     "problem/problem_json.py": dict.fromkeys(["encoded"], "nested fields"),
     "regions/wide_growth.py": dict.fromkeys(["WideGrowth._can_pull"], "an item and its op"),
     "regions/head_growth.py": dict.fromkeys(["HeadGrowth._why_not"], "an item and its op"),
-    "returned_logits/find_logits.py": dict.fromkeys(["_static"], "nested results"),
     "sequences/huggingface.py": dict.fromkeys(["_outermost"], "modules"),
     "sequences/ranks.py": dict.fromkeys(["_of_two_dims", "ranks_of"], "once more, for two dims"),
     "loops/candidate_modes.py": {"find_candidates": "without a budget, and then with one"},

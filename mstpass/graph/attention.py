@@ -72,17 +72,14 @@ def _positions(node: fx.Node) -> FlexArguments:
     return attention.flex
 
 
-def operands_with_heads(node: fx.Node) -> list[fx.Node]:
-    """The operands ``[B, heads, ...]`` of a call, but for the tensors of its block mask."""
-    operands = node.args[: _positions(node).operands]
-    return [operand for operand in operands if isinstance(operand, fx.Node)]
-
-
-def masks_by_head(node: fx.Node) -> list[fx.Node]:
-    """The tensors ``[B, heads, ...]`` of a call's block mask; most have 1 in place of the heads."""
-    mask: Any = node.args[_positions(node).mask]
+def _operands_of_flex(node: fx.Node) -> list[fx.Node]:
+    """The operands ``[B, heads, ...]`` of a call, and such tensors of its block mask; most of these
+    have 1 in place of the heads."""
+    at = _positions(node)
+    mask: Any = node.args[at.mask]
     tensors = [n for n in mask if isinstance(n, fx.Node) and value_of(n) is not None]
-    return [n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1]
+    by_head = (n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1)
+    return [*(n for n in node.args[: at.operands] if isinstance(n, fx.Node)), *by_head]
 
 
 def depends_on_head(node: fx.Node) -> bool:
@@ -209,8 +206,7 @@ def shares_keys(node: fx.Node) -> bool:
 def operands_of(node: fx.Node) -> dict[fx.Node, Held]:
     """What each operand of an attention holds; operands that hold neither are left out."""
     if is_flex(node):
-        operands = operands_with_heads(node), masks_by_head(node)
-        return dict.fromkeys((n for each in operands for n in each), Held(heads_dim(node), None))
+        return dict.fromkeys(_operands_of_flex(node), Held(heads_dim(node), None))
     return {
         operand: Held(
             _dim(node, operand, held.heads),

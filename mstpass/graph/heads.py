@@ -107,7 +107,12 @@ class HeadAxis:
     def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
         held = HeadDim(*spec)
         if is_attention(node):
-            return self._attention_result(node, operand, held)
+            needs = self.attention_operands(node)
+            if isinstance(needs, Refusal):
+                return needs
+            if needs[operand] != held:
+                return Refusal(HEADS_APART("attention needs its heads in another dim"))
+            return self._heads_in(node, self.dim_in(node))
         if is_attention_item(node):
             return self._item(node)
         if ops.is_reshape(node):
@@ -131,7 +136,10 @@ class HeadAxis:
         if is_attention(node):
             return self.attention_operands(node)
         if is_attention_item(node):
-            return self._item_source(node)
+            (source,) = node.all_input_nodes
+            if held_by_item(node) is None:
+                return Refusal(STATE)
+            return {source: self._heads_in(source, self.dim_in(source))}
         if ops.is_reshape(node):
             source = node.all_input_nodes[0]
             result = through_view(shape_of(node), shape_of(source), held, self.num_heads)
@@ -178,27 +186,11 @@ class HeadAxis:
             needs[operand] = self._heads_in(operand, dim)
         return needs
 
-    def _attention_result(
-        self, node: fx.Node, operand: fx.Node, held: HeadDim
-    ) -> HeadDim | Refusal:
-        needs = self.attention_operands(node)
-        if isinstance(needs, Refusal):
-            return needs
-        if needs[operand] != held:
-            return Refusal(HEADS_APART("attention needs its heads in another dim"))
-        return self._heads_in(node, self.dim_in(node))
-
     def _item(self, item: fx.Node) -> HeadDim | Reduced | Refusal:
         held = held_by_item(item)
         if held is None or (dim := self.dim_of(held)) is None:
             return Refusal(STATE)
         return SUM if shape_of(item)[dim] == 1 else self._heads_in(item, dim)
-
-    def _item_source(self, item: fx.Node) -> OperandSpecs | Refusal:
-        (source,) = item.all_input_nodes
-        if held_by_item(item) is None:
-            return Refusal(STATE)
-        return {source: self._heads_in(source, self.dim_in(source))}
 
     def _heads_in(self, node: fx.Node, dim: int) -> HeadDim:
         return HeadDim(dim, shape_of(node)[dim] // self.num_heads)

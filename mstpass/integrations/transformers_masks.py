@@ -46,7 +46,6 @@ class _Caller(threading.local):
 
 
 _caller = _Caller()
-_preparing = threading.Lock()
 
 
 def says_whether_packed(
@@ -120,12 +119,11 @@ def prepare() -> bool:
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:
         return False
-    with _preparing:
-        try:
-            _exchange(masking)
-        except Exception as error:  # a version that is built differently
-            log.info("transformers builds a mask for each compiled model: %s", error)
-            return False
+    try:
+        _exchange(masking)
+    except Exception as error:  # a version that is built differently
+        log.info("transformers builds a mask for each compiled model: %s", error)
+        return False
     return True
 
 

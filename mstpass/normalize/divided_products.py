@@ -39,8 +39,8 @@ from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import Refusal, Spec, group_of
 from mstpass.normalize.partial import Reading, readings, rows_taken
-from mstpass.normalize.parts import Parts
-from mstpass.regions.anchors import WIDEN, anchors, widths
+from mstpass.normalize.parts import Parts, PartsFlow
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN, anchors, widths
 
 aten = torch.ops.aten
 MOST_PARTS = 16  # each is a product of its own, in the code of one loop or in a loop of its own
@@ -68,13 +68,7 @@ def next_divisions(
 
 
 # ---- windows that meet ---------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """One of ``count`` windows that tile the tokens."""
-
-    number: int
-    count: int
-    interleaved: bool
+_Window = tuple[int, int, bool]  # its number, how many tile the tokens, whether they take turns
 
 
 def _with_meeting_windows(joint: JointGraph) -> list[Division]:
@@ -108,40 +102,30 @@ def _windows(
 ) -> tuple[Division, Mapping[fx.Node, _Window]] | None:
     """The windows of a product's rows, by the nodes that take them from what is made of it; None if
     they do not tile its rows."""
-    taken: dict[fx.Node, _Window] = {}
+    taken: dict[fx.Node, Reading] = {}
     for reading in readings(joint, anchor, spec):
         rows = rows_taken(reading.node)
         if rows is not None and rows[0] in reading.spec:
-            window = _window(reading, *rows)
-            if window is None:
-                return None
-            taken[reading.node] = window
-    if len({(window.count, window.interleaved) for window in taken.values()}) != 1:
+            taken[reading.node] = reading
+    divisions = _tiled(anchor, spec, next(iter(taken.values()))) if taken else []
+    if not divisions:
         return None
-    first = next(iter(taken.values()))
-    if not 1 < first.count <= MOST_PARTS:
+    (division,) = divisions
+    count, in_turns = len(division.parts.lengths), division.held.inner == 1
+    wide_numel = WIDE_OF_ANCHOR * numel(anchor) / count
+    picks = PartsFlow(joint, anchor, wide_numel, division.held, division.parts).picks
+    if not taken.keys() <= picks.keys() or {picks[node] for node in taken} != {*range(count)}:
         return None
-    if {window.number for window in taken.values()} != set(range(first.count)):
-        return None
-    inner = 1 if first.interleaved else shape_of(anchor)[spec[0]] // first.count
-    division = Division(anchor.name, HeadDim(spec[0], inner), Parts((1,) * first.count))
-    return division, taken
+    return division, {node: (picks[node], count, in_turns) for node in taken}
 
 
-def _window(reading: Reading, dim: int, rows: range) -> _Window | None:
-    """The window with these rows of a token dim; None if it is none of several that tile it."""
-    spec, size = reading.spec, shape_of(reading.source)[dim]
-    if list(spec) != sorted(spec) or rows.start >= rows.stop:
-        return None
-    length = len(rows)
-    if rows.step == 1 and dim == spec[0]:
-        if size % length or rows.start % length:
-            return None
-        return _Window(rows.start // length, size // length, False)
-    count = size if length == 1 else rows.step
-    if dim != spec[-1] or size % count or rows != range(rows.start, size, count):
-        return None
-    return _Window(rows.start, count, True)
+def _tiled(anchor: fx.Node, spec: Spec, reading: Reading) -> list[Division]:
+    """The parts of a product of which a node takes one; empty if there are too many or too few."""
+    dim, rows = rows_taken(reading.node) or (0, range(0))
+    size = shape_of(reading.source)[dim]
+    if rows.step == 1 and dim == reading.spec[0]:
+        return _division(anchor, spec[0], size // max(len(rows), 1))
+    return _division(anchor, spec[0], size if len(rows) == 1 else rows.step, take_turns=True)
 
 
 # ---- heads ---------------------------------------------------------------------------------------
@@ -170,8 +154,8 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[Division]:
     return found if merged else []
 
 
-def _division(product: fx.Node, dim: int, count: int) -> list[Division]:
-    held = HeadDim(dim, shape_of(product)[dim] // count)
+def _division(product: fx.Node, dim: int, count: int, take_turns: bool = False) -> list[Division]:
+    held = HeadDim(dim, 1 if take_turns else shape_of(product)[dim] // count)
     several = 1 < count <= MOST_PARTS
     return [Division(product.name, held, Parts((1,) * count))] if several else []
 

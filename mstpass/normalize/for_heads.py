@@ -12,8 +12,8 @@ A *section* is a range of the columns of a product, which one reader takes. With
     db = sum(G)                               db = cat(sum(dq), sum(dk))
 
 A group of heads has columns in every section, so no slice of the undivided product belongs to it.
-Only products of which attention reads sections are divided, and only with their gradients, part by
-part (unstack.py).
+Only products of which attention reads sections are divided, with their gradients, part by part
+(unstack.py).
 
 ``bias_after_product``: that of attention's output is added later, as heads can add up sums.
 
@@ -101,7 +101,7 @@ def _next_sections(
         if split is None or split.target not in _SPLITS or not _along_last(split):
             continue
         sizes = tuple(value.shape[-1] for value in split.meta["val"])
-        if any(map(_reaches_attention, split.users)) and _has_gradient(joint, product, sizes):
+        if any(map(_reaches_attention, split.users)):
             division = Division(product.name, *Parts.of_sizes(1, sizes))
             return [product.name], ([*split.users], division)
     return None
@@ -139,18 +139,6 @@ def _reaches_attention(item: fx.Node) -> bool:
     reached = walk_once([item], lambda node: filter(goes_on, node.users))
     readers = (user for node in reached for user in node.users)
     return any(is_attention(user) or ops.is_batched_matmul(user) for user in readers)
-
-
-def _has_gradient(joint: JointGraph, product: fx.Node, sizes: tuple[int, ...]) -> bool:
-    """Whether the gradient of the product is put together of sections' gradients."""
-    weight = ops.base_of(ops.matmul_factors(product)[1])
-    for node in joint.backward:
-        if node.target is aten.mm.default:
-            left, right = map(ops.base_of, ops.matmul_factors(node))
-            if left.target is aten.cat.default and right is weight:
-                parts: Any = left.args[0]
-                return tuple(shape_of(part)[-1] for part in parts) == sizes
-    return False
 
 
 def bias_after_product(joint: JointGraph) -> Rewritten:

@@ -184,6 +184,7 @@ class _Writer:
                             readers[demand.reader] = None
             for reader in readers:
                 sink = sink_of(reader, self.windows)
+                assert sink is not None, "the reader of a gradient is a sink"
                 found.append((self._node(sink.node), self._sink(sink, gradients)))
         for old, new in found:
             replace_alike(self.rewriting, old, new)

@@ -172,7 +172,7 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
         has_tensor = any(True for _ in tensors_of(user.meta.get("val")))
         if operand is None or user.op == "output" or not has_tensor:
             continue
-        if user in joint.backward and _is_sink(user, windows):
+        if user in joint.backward and sink_of(user, windows):
             continue
         result = ops.result_spec(user, operand, lane.cone[operand])
         if isinstance(result, tuple) and result != WHOLE and _agrees(user, result, lane):
@@ -209,13 +209,13 @@ def _agrees(node: fx.Node, spec: Spec, lane: Lane) -> bool:
 def _how_read(
     joint: JointGraph, windows: Windows, lane: Lane, node: fx.Node, reader: fx.Node
 ) -> str:
-    if windows.of_products and node in joint.backward and _is_sink(reader, windows):
+    if windows.of_products and node in joint.backward and sink_of(reader, windows):
         return "sink"
     if not lane.wide(node):
         return "window"
     if windows.of_products and _sums_wide(reader, lane):
         return "sum"
-    if node in joint.backward and _is_sink(reader, windows):
+    if node in joint.backward and sink_of(reader, windows):
         return "sink"
     raise CannotTake(reader, "needs a wide value otherwise than token by token")
 
@@ -250,38 +250,23 @@ class Sink:
     pieces: tuple[tuple[fx.Node, int, int], ...]
 
 
-def _is_sink(node: fx.Node, windows: Windows) -> bool:
-    written = node.target in SCATTERS and linearity.is_zero(node.args[0])
-    if not written and node.target is not aten.cat.default:
-        return False
-    try:
-        sink_of(node, windows)
-    except CannotTake:
-        return False
-    return True
-
-
-def sink_of(reader: fx.Node, windows: Windows) -> Sink:
-    """The sink that a node is.
-
-    Raises:
-        CannotTake: it does not write to the windows' dims.
-    """
-    value = value_of(reader)
-    if value is None or not is_static(value) or any(map(is_size, reader.all_input_nodes)):
-        raise CannotTake(reader, "writes at a symbolic place")
-    if reader.target is aten.cat.default:
-        (dim,) = dims_of(reader, value.dim(), "dim")
-        each: Any = reader.args[0]
+def sink_of(node: fx.Node, windows: Windows) -> Sink | None:
+    """The sink that a node is; None if it writes nothing to the windows' dims."""
+    value, taken = value_of(node), rows_taken(node)
+    if value is None or not is_static(value) or any(map(is_size, node.all_input_nodes)):
+        return None
+    if node.target is aten.cat.default:
+        (dim,) = dims_of(node, value.dim(), "dim")
+        each: Any = node.args[0]
         ends = [*itertools.accumulate(shape_of(piece)[dim] for piece in each)]
         pieces = tuple(zip(each, [0, *ends], ends, strict=False))
-    else:
-        taken = rows_taken(reader)
-        if taken is None or taken[1].step != 1:
-            raise CannotTake(reader, "writes every second token")
+    elif node.target in SCATTERS and linearity.is_zero(node.args[0]) and taken is not None:
         dim, rows = taken
-        pieces = ((scattered_source(reader), rows.start, rows.stop),)
+        if rows.step != 1:
+            return None
+        pieces = ((scattered_source(node), rows.start, rows.stop),)
+    else:
+        return None
     first, grid = dim - windows.axis, windows.grid
-    if first < 0 or list(value.shape[first : first + len(grid)]) != grid:
-        raise CannotTake(reader, "writes to other dims")
-    return Sink(reader, first, pieces)
+    is_there = first >= 0 and list(value.shape[first : first + len(grid)]) == grid
+    return Sink(node, first, pieces) if is_there else None

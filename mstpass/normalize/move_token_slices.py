@@ -34,15 +34,16 @@ from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.recompute_rules import compared
 from mstpass.graph.rewriting import Rewriting, Rewritten, repeated
 from mstpass.graph.sizes import generic
+from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.normalize.partial import (
     Choice,
+    Reading,
     are_distinct,
     choice_of,
-    choices,
     grid_shape,
+    readings,
     row_index,
-    slice_bounds,
     taken_dim,
 )
 from mstpass.normalize.parts import Parts, PartsFlow
@@ -74,12 +75,19 @@ def _next_sliced_matmul(
 ) -> tuple[list[str], _Sliced] | None:
     """The largest such matmul that was not tried; None if there is none."""
     for anchor, spec in joint.cached(anchors):
-        slices = [] if anchor.name in tried else choices(joint, anchor, spec)
-        windows = {choice_of(node, source_spec) for node, source_spec in slices}
+        found = () if anchor.name in tried else readings(joint, anchor, spec)
+        windows = {choice_of(each.node, each.spec) for each in found if _takes_tokens(each)}
         window = windows.pop() if len(windows) == 1 else None
         if window is not None:
             return [anchor.name], (anchor, spec, window)
     return None
+
+
+def _takes_tokens(reading: Reading) -> bool:
+    """Whether a node is a slice or an index over tokens."""
+    node, source = reading.node, reading.source
+    takes_rows = row_index(node) is not None and source is node.args[0]
+    return (node.target is aten.slice.Tensor or takes_rows) and taken_dim(node) in reading.spec
 
 
 def _moved(joint: JointGraph, sliced: _Sliced) -> tuple[JointGraph, list[str]]:
@@ -127,10 +135,11 @@ class _Window(Part):
         spec, (taken, every) = flow.held[source], (n.meta["val"].shape for n in (first, source))
         super().__init__(rewriting, flow, number, whole, [taken[d] for d in spec])
         self.every, self.dim = [every[d] for d in spec], spec.index(taken_dim(first))
-        self.bounds = [] if self.rows is not None else slice_bounds(first)[:2]
-        for reader in () if self.rows is None else self.rows.users:
-            self.sizes.learn(reader)
-        if self.rows is not None:
+        if self.rows is None:
+            self.bounds = [argument(first, name) for name in ("start", "end")]
+        else:
+            for reader in self.rows.users:
+                self.sizes.learn(reader)
             with rewriting.graph.inserting_before(first):
                 self.sizes.learn_dim(self.rows, 0)
         # What equals a maximum is looked for in small values, so it is the maximum of these.
@@ -144,10 +153,8 @@ class _Window(Part):
         return node in self.compared or (self.flow.is_wide(node) and not is_item)
 
     def taken(self, node: fx.Node, spec: Spec) -> fx.Node:
-        held, window = (
-            [*map(generic, shape)]
-            for shape in ((node.meta["val"].shape[d] for d in spec), self.every)
-        )
+        shape = node.meta["val"].shape
+        held, window = [generic(shape[d]) for d in spec], [*map(generic, self.every)]
         merged = 1 in (len(spec), len(window)) and math.prod(held) == math.prod(window)
         if not merged and held != window:
             raise CannotTake(node, "its token dims differ from those of the slice")
@@ -160,10 +167,8 @@ class _Window(Part):
         """The values of the tokens among zeros."""
         if not self.flow.zero_in(_DROPPED, [node]):
             raise CannotTake(node, "the tokens that a slice drops are used as well")
-        dim, source = (
-            held[0] + self.dim,
-            self.on_grid(self.value(node, held), node, held, self.grid),
-        )
+        dim, small = held[0] + self.dim, self.value(node, held)
+        source = self.on_grid(small, node, held, self.grid)
         shape = self.sizes.arguments(grid_shape(node, held, self.every))
         zeros = self.builder.filled(shape, 0, node.meta["val"])
         if self.rows is None:

@@ -95,17 +95,6 @@ def readings(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Iterator[Reading
                     heapq.heappush(waiting, joint.index[user])
 
 
-def choices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Node, Spec]]:
-    """The forward slices and indices over tokens of such values, with the sources' specs."""
-    return [
-        (reading.node, reading.spec)
-        for reading in readings(joint, anchor, spec)
-        if reading.node.target is aten.slice.Tensor
-        or (row_index(reading.node) is not None and reading.source is reading.node.args[0])
-        if taken_dim(reading.node) in reading.spec
-    ]
-
-
 def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
     """Of the anchors and the values that depend on them: the token dims, and the anchor.
 
@@ -152,11 +141,6 @@ def taken_dim(node: fx.Node) -> int:
 def source_or_result(node: fx.Node) -> fx.Node:
     """The value of which a node takes some tokens, or that it makes by writing them."""
     return node if is_scatter(node) else node.all_input_nodes[0]
-
-
-def slice_bounds(node: fx.Node) -> list[Any]:
-    """The arguments start, stop and step of a ``slice`` or ``slice_scatter``."""
-    return [argument(node, name) for name in ("start", "end", "step")]
 
 
 def choice_of(node: fx.Node, spec: Spec) -> Choice | None:

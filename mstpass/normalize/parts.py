@@ -55,7 +55,7 @@ class Parts:
 
     @property
     def numbers(self) -> frozenset[int]:
-        return self.rest | set(range(max(self.rest, default=len(self.lengths))))
+        return self.rest | set(range(len(self.lengths) or 1))  # of chosen tokens, one is computed
 
     @staticmethod
     def of_sizes(dim: int, sizes: Sequence[Size]) -> tuple[HeadDim, Parts]:

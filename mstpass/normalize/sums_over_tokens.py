@@ -58,9 +58,8 @@ It is the gradient of a gather, such as that of the label's log-probability, of 
 few largest values. A scatter needs whole rows; a choice can be made for a section of them
 (loops/sections.py). It is pointwise as well, so that Inductor needs no buffer for it.
 
-So is a scatter of one element per row into a gradient, or into what a product of the forward leads
-to, such as logits of which the label's is masked; and a scatter into a constant of their shape, as
-of the probabilities that a loss smooths.
+So is a scatter of one element per row into any value, such as a gradient, logits of which the
+label's is masked, or a constant, as of the probabilities that a loss smooths.
 
 ``gathers_as_sums``: a gather along a loop's axis becomes sums over it, which chunks add up::
 
@@ -82,7 +81,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import linearity, ops
+from mstpass.graph import linearity
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.one_per_row import (
@@ -286,7 +285,7 @@ def scattered_gradients_as_choices(joint: JointGraph) -> Rewritten:
 
 
 def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
-    """Whether the node scatters few elements along the last dim of a value of one row per token."""
+    """Whether the node scatters few elements along the last dim of a value."""
     count = scattered_per_row(node)
     if not are_few(count):
         return False
@@ -296,25 +295,7 @@ def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
     last = value.dim() - 1
     if dim % value.dim() != last or symbols_of(value.shape[last]):
         return False
-    if count > 1 and not linearity.is_zero(base):
-        return False
-    return node in joint.backward or _is_of_logits(joint, node, last)
-
-
-def _is_of_logits(joint: JointGraph, node: fx.Node, last: int) -> bool:
-    """Whether a scatter of the forward works on logits, or makes a value of their shape."""
-    base, known = node.args[0], joint.cached(downstream)
-    if not isinstance(base, fx.Node):
-        return False
-    if base in known:
-        return last not in known[base][0]
-    if not ops.is_constant(base):
-        return False
-    shape = generic_shape(node.meta["val"])
-    return any(
-        shape[-1] == generic_shape(anchor.meta["val"])[-1] and numel(node) == numel(anchor)
-        for anchor, _ in joint.cached(anchors)
-    )
+    return count == 1 or linearity.is_zero(base)
 
 
 def gathers_as_sums(joint: JointGraph) -> Rewritten:

@@ -80,22 +80,15 @@ def difference(node: fx.Node, storages: bool = True) -> str:
     return ""
 
 
-def layout_difference(
-    recorded: torch.Tensor, value: torch.Tensor, of_traced_batch: bool = False
-) -> str:
-    """How two fake tensors differ; empty if they do not.
-
-    Args:
-        of_traced_batch: compare sizes as in the batch that was traced, and no strides.
-    """
-    shape_of = hint_shape if of_traced_batch else generic_shape
-    if list(shape_of(recorded)) != list(shape_of(value)):
+def layout_difference(recorded: torch.Tensor, value: torch.Tensor) -> str:
+    """How two fake tensors differ; empty if they do not."""
+    if list(generic_shape(recorded)) != list(generic_shape(value)):
         return f"shape is recorded as {tuple(recorded.shape)}, but is {tuple(value.shape)}"
     if recorded.dtype != value.dtype:
         return f"dtype is recorded as {recorded.dtype}, but is {value.dtype}"
     if recorded.device != value.device:
         return f"device is recorded as {recorded.device}, but is {value.device}"
-    if not of_traced_batch and defined_strides(recorded) != defined_strides(value):
+    if defined_strides(recorded) != defined_strides(value):
         return f"strides are recorded as {recorded.stride()}, but is {value.stride()}"
     return ""
 

@@ -143,17 +143,27 @@ def _is_transposed(node: fx.Node) -> bool:
 # ---- wide products that are no anchors -----------------------------------------------------------
 def refused_wide_products(joint: JointGraph) -> list[Rejection]:
     """Rejections of products that widen but from which no region can grow."""
-    return [*_expert_products(joint), *_products_of_symbolic_width(joint)]
-
-
-def _expert_products(joint: JointGraph) -> list[Rejection]:
-    """The products of mixtures of experts: their rows are grouped by expert."""
+    reasons = ((node, _why_refused(node)) for node in joint.nodes if node not in joint.backward)
     return [
-        Rejection("detect", node.name, row.reason, source_of(node), nbytes(node))
-        for node in joint.nodes
-        if node not in joint.backward and ops.is_grouped_matmul(node) and _widens(node)
-        if isinstance(row := ops.lookup(node), Refusal)
+        Rejection("detect", node.name, reason, source_of(node), nbytes(node))
+        for node, reason in reasons
+        if reason
     ]
+
+
+def _why_refused(node: fx.Node) -> str:
+    """Why no region grows from a product that widens; empty if one does, and of other nodes.
+
+    Rows of a mixture of experts are grouped by expert; a symbolic width may be another one in the
+    next batch.
+    """
+    if ops.is_grouped_matmul(node):
+        row = ops.lookup(node)
+        return row.reason if isinstance(row, Refusal) and _widens(node) else ""
+    sizes = widths(node) if ops.is_matmul(node) and anchor_spec(node) is None else None
+    if sizes is None or isinstance(sizes[0], int) or nbytes(node) < _SMALL_BYTES:
+        return ""
+    return SYMBOLIC_WIDTH if hint(sizes[1]) >= WIDEN * hint(sizes[0]) else ""
 
 
 def _widens(node: fx.Node) -> bool:
@@ -161,14 +171,3 @@ def _widens(node: fx.Node) -> bool:
     if out is None or source is None:
         return False
     return generic_shape(out)[-1] >= WIDEN * generic_shape(source)[-1]
-
-
-def _products_of_symbolic_width(joint: JointGraph) -> list[Rejection]:
-    """Matmuls that widen in this batch, by a width that may be another in the next batch."""
-    return [
-        Rejection("detect", node.name, SYMBOLIC_WIDTH, source_of(node), nbytes(node))
-        for node in joint.nodes
-        if ops.is_matmul(node) and node not in joint.backward and anchor_spec(node) is None
-        if (sizes := widths(node)) is not None and not isinstance(sizes[0], int)
-        if hint(sizes[1]) >= WIDEN * hint(sizes[0]) and nbytes(node) >= _SMALL_BYTES
-    ]

@@ -17,6 +17,7 @@ runs it exists in full.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Set
 
 from torch import fx
@@ -28,7 +29,6 @@ from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.node_meta import source_of
 from mstpass.graph.sizes import is_static
-from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.plans import Region, Rejection
@@ -62,7 +62,9 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
     growth, masks = Growth(joint, QUERY_AXIS), _Masks(joint, QUERY_AXIS)
     for node in (attention, *backwards_of(attention)):
         growth.specs[node] = (ROWS,)
-        masks.add_mask(node, growth.required_specs(node))  # its sizes are fixed, so the queries are
+        mask, needs = mask_of(node), growth.required_specs(node)
+        assert mask is not None, "attention has a mask"
+        masks.add_mask(mask, needs[mask])  # its sizes are fixed, so the queries are
         for item in node.users:
             of_item = growth.spec_of_user(item, node)
             if isinstance(of_item, Refusal):
@@ -86,20 +88,17 @@ class _Masks(Growth):
     of_two_specs = HEADS_APART("is read along several dims")
     large = 0
 
-    def add_mask(self, attention: fx.Node, needs: OperandSpecs) -> None:
+    def add_mask(self, mask: fx.Node, spec: Spec) -> None:
         """Add the mask of an attention.
 
         Raises:
             CannotTake: a large value is not computed row by row.
         """
-        mask = mask_of(attention)
-        assert mask is not None, "attention has a mask"
-        value = value_of(mask)
-        if not needs[mask] or value is None or not is_static(value):
+        if not spec or not is_static(mask.meta["val"]):
             raise CannotTake(mask, NOT_BY_ROW)
-        self.large = value.shape[-1] * value.shape[-2]
-        self._pull(mask, needs[mask])
-        self.add(mask, needs[mask])
+        self.large = math.prod(mask.meta["val"].shape[-2:])
+        self._pull(mask, spec)
+        self.add(mask, spec)
 
     def _pull(self, operand: fx.Node, spec: Spec) -> None:
         if value_of(operand) is None or numel(operand) < self.large or ops.is_constant(operand):

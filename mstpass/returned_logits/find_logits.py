@@ -34,7 +34,7 @@ from mstpass.graph.sizes import generic, generic_shape, generic_stride
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.placeholder import CASTS, SAME
 from mstpass.torch_internals.fake_tensors import FakeTensorMode, TorchDispatchMode
-from mstpass.torch_internals.graphs import OpOverload, name_of, tree_leaves
+from mstpass.torch_internals.graphs import OpOverload, name_of, tree_leaves, tree_map
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ class AtenCalls:
         if node.op == "get_attr" and "example_value" not in node.meta:
             owner, _, name = str(node.target).rpartition(".")
             return getattr(self._gm.get_submodule(owner), name)
-        return _static(node.meta["example_value"])
+        return tree_map(_static, node.meta["example_value"])
 
 
 def _static(value: Any) -> Any:
-    """The value with each tensor and each size replaced by one of a static shape."""
+    """A tensor of a static shape, or a static size; any other value as it is."""
     if isinstance(value, torch.Tensor):
         shape, stride = generic_shape(value), generic_stride(value)
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
@@ -113,8 +113,6 @@ def _static(value: Any) -> Any:
         return generic(value)
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return value.node.hint
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return type(value)(map(_static, value)) if type(value) in (tuple, list) else value
     return value
 
 

@@ -58,7 +58,8 @@ def all_heads() -> Finding:
 
 def groups_of_heads() -> Finding:
     """Two groups of four heads: each has one of the two key-value heads, and both ranks need it."""
-    return compared(lambda: model_of("Llama"), batch_of(), head_groups=2)
+    build = lambda: model_of("Llama", num_hidden_layers=1)
+    return compared(build, batch_of(), head_groups=2)
 
 
 def groups_of_odd_heads() -> Finding:
@@ -162,7 +163,8 @@ def checkpointed() -> Finding:
 # ---- batches -------------------------------------------------------------------------------------
 def packed() -> Finding:
     """Documents of all lengths, whose positions start again, in a model with a window."""
-    return compared(lambda: model_of("Mistral", sliding_window=7), _of_documents())
+    build = lambda: model_of("Mistral", sliding_window=7, num_hidden_layers=1)
+    return compared(build, _of_documents())
 
 
 def groups_of_documents() -> Finding:
@@ -333,7 +335,8 @@ def plain_ring() -> Finding:
 
 
 def ring() -> Finding:
-    return compared(lambda: model_of("Llama"), batch_of(), method="ring")
+    build = lambda: model_of("Llama", num_hidden_layers=1)
+    return compared(build, batch_of(), method="ring")
 
 
 def ring_of_rows() -> Finding:
@@ -364,7 +367,10 @@ def ring_of_encoder() -> Finding:
 
 
 def fully_sharded() -> Finding:
-    """FSDP2 around each block, whose gradients are means over the ranks; blocks are compiled."""
+    """FSDP2 around each block, whose gradients are means over the ranks.
+
+    Blocks are compiled in examples/ulysses_fsdp2.py.
+    """
     from torch.distributed.fsdp import fully_shard
 
     _, right = right_of(model_of("Llama"), batch_of())
@@ -372,7 +378,6 @@ def fully_sharded() -> Finding:
     for layer in shared.model.layers:
         fully_shard(layer)
     fully_shard(shared)
-    mstpass.compile(shared)
     shared(**mstpass.shard_sequence(batch_of())).loss.backward()
     found = [p.grad.full_tensor() for p in shared.parameters()]
     return {"error": errors(found, right)}

@@ -83,6 +83,12 @@ def pytrees(own: Any) -> None:
     expect(own.tree_map(str, tree) == {"a": ("1", ["2"]), "b": "3"}, "tree_map maps otherwise")
 
 
+def dtype_names(own: Any) -> None:
+    """The short names of dtypes, as graphs that are printed have them."""
+    names = [own.dtype_abbrs[dtype] for dtype in (torch.float32, torch.bfloat16, torch.bool)]
+    expect(names == ["f32", "bf16", "b8"], "dtypes have other short names")
+
+
 def opaque_values(own: Any) -> None:
     """Values of a graph that are neither tensors nor sizes, such as the mesh of a DTensor."""
     node = fx.Graph().placeholder("x")
