@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -43,7 +42,6 @@ from mstpass.torch_internals.batch_sizes import (
     TracingContext,
     at_sizes,
     fake_inputs,
-    guards_of,
     hold,
     preserve_rng_state,
     sources_of_numbers,
@@ -131,11 +129,11 @@ class PlansByLength:
     def __init__(
         self,
         graph: Captured,
-        sized: Collection[sympy.Symbol],
+        sized: frozenset[sympy.Symbol],
         context: TracingContext,
         compile_one: CompileOne,
     ):
-        self.graph, self.sized, self.context = graph, frozenset(sized), context
+        self.graph, self.sized, self.context = graph, sized, context
         self._sources = sources_of_numbers(context, graph.inputs)
         symbols = symbols_among(graph.inputs)
         self.symbols = tuple(symbols)
@@ -144,8 +142,7 @@ class PlansByLength:
         self.environment: ShapeEnv = next(
             x.node.shape_env for x in graph.inputs if isinstance(x, torch.SymInt)
         )
-        guards = functools.partial(guards_of, self.environment)
-        self._near = Neighbours(graph.inputs, self.sized, guards)
+        self._near = Neighbours(graph.inputs, sized, self.environment)
         self._sizes_of = operator.itemgetter(*symbols.values())
         traced = self._of_sizes(self._values(self._sizes_of(graph.inputs)))
         self.ranges = Ranges(self.environment, traced, graph.options.lengths)

@@ -216,18 +216,12 @@ def symbols_among(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
     return found
 
 
-def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """The symbols of the inputs' sizes, with their positions among the inputs.
-
-    None, if a size has another symbol. Strides and numbers that are no sizes do not count.
-    """
-    found = symbols_among(inputs)
+def symbols_of_sizes(inputs: Sequence[Any]) -> frozenset[sympy.Symbol]:
+    """The symbols of the inputs' sizes; none, if one of them is no input itself."""
     sizes: list[Any] = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape]
     symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
-    of_sizes = {symbol for expr in symbolic for symbol in expr.free_symbols}
-    if not of_sizes <= found.keys():
-        return {}
-    return {symbol: position for symbol, position in found.items() if symbol in of_sizes}
+    found = frozenset(symbol for expr in symbolic for symbol in expr.free_symbols)
+    return found if found <= symbols_among(inputs).keys() else frozenset()
 
 
 def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol]]:
