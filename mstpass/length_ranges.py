@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mstpass.graph.sizes import expression
 from mstpass.options import ROOM, OptionError
 from mstpass.partition.solve import sizes_text
-from mstpass.torch_internals.batch_sizes import bounds_of, hold, may_hold, named
+from mstpass.torch_internals.batch_sizes import bounds_of, guards_of, hold, may_hold, named
 
 _LEAST_ROOM = 2.0  # of one of several sizes
 
@@ -144,13 +144,13 @@ class Neighbours:
     Args:
         inputs: of the graph; fake tensors of symbolic sizes.
         sized: the symbols of sizes.
-        guards: of Dynamo, as sympy expressions at the time of a call.
+        environment: has the guards of Dynamo.
     """
 
     def __init__(
-        self, inputs: Sequence[Any], sized: frozenset[sympy.Symbol], guards: Callable[[], list[Any]]
+        self, inputs: Sequence[Any], sized: frozenset[sympy.Symbol], environment: ShapeEnv
     ):
-        self._sized, self._guards = sized, guards
+        self._sized, self._environment = sized, environment
         tensors = (x for x in inputs if isinstance(x, torch.Tensor))
         self._strides = {expression(stride) for x in tensors for stride in x.stride()}
 
@@ -166,7 +166,7 @@ class Neighbours:
 
     def allowed(self, batch: Values, sizes: Values) -> Values | None:
         """The largest batch of these sizes, or somewhat smaller, that Dynamo's guards allow."""
-        guards = self._guards()
+        guards = guards_of(self._environment)
         for less in range(_NEAR):
             near = {s: n if n == batch[s] else max(1, n - less) for s, n in sizes.items()}
             found = self.grown(batch, near)
@@ -177,7 +177,9 @@ class Neighbours:
     def forbidding(self, batch: Values, sizes: Values) -> sympy.Basic:
         """The guard of Dynamo that no batch of these sizes passes."""
         longer = self.grown(batch, sizes)
-        return next(guard for guard in self._guards() if not may_hold([guard], longer))
+        return next(
+            guard for guard in guards_of(self._environment) if not may_hold([guard], longer)
+        )
 
     def on_its_side(
         self, batch: Values, larger: Values, conditions: Sequence[Any]

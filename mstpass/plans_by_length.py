@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -38,13 +37,11 @@ from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import Neighbours, RangePlan, Ranges, Values
 from mstpass.limit import Limit
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
-from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.batch_sizes import (
     TracingContext,
     at_sizes,
     fake_inputs,
-    guards_of,
     hold,
     preserve_rng_state,
     sources_of_numbers,
@@ -132,11 +129,11 @@ class PlansByLength:
     def __init__(
         self,
         graph: Captured,
-        sized: Collection[sympy.Symbol],
+        sized: frozenset[sympy.Symbol],
         context: TracingContext,
         compile_one: CompileOne,
     ):
-        self.graph, self.sized, self.context = graph, frozenset(sized), context
+        self.graph, self.sized, self.context = graph, sized, context
         self._sources = sources_of_numbers(context, graph.inputs)
         symbols = symbols_among(graph.inputs)
         self.symbols = tuple(symbols)
@@ -145,8 +142,7 @@ class PlansByLength:
         self.environment: ShapeEnv = next(
             x.node.shape_env for x in graph.inputs if isinstance(x, torch.SymInt)
         )
-        guards = functools.partial(guards_of, self.environment)
-        self._near = Neighbours(graph.inputs, self.sized, guards)
+        self._near = Neighbours(graph.inputs, sized, self.environment)
         self._sizes_of = operator.itemgetter(*symbols.values())
         traced = self._of_sizes(self._values(self._sizes_of(graph.inputs)))
         self.ranges = Ranges(self.environment, traced, graph.options.lengths)
@@ -361,14 +357,12 @@ class PlansByLength:
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
-        with counted(len(coming), "mstpass compiles for all lengths") as advance:
-            for length in coming:
-                batch = self._longest_batch(values, length)
-                if batch is not None:
-                    ends = self.ranges.ends(self._of_sizes(batch))
-                    if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
-                        self._add(batch)
-                advance()
+        for length in coming:
+            batch = self._longest_batch(values, length)
+            if batch is not None:
+                ends = self.ranges.ends(self._of_sizes(batch))
+                if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
+                    self._add(batch)
 
     def _longest_batch(self, values: Values, most: int) -> Values | None:
         """The batch of at most this length that Dynamo's guards allow; None if none is near it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,18 +17,3 @@ def progress_bar(*columns: ProgressColumn | str, transient: bool = False) -> Pro
     console = Console(stderr=True)
     hidden = not console.is_terminal
     return Progress(*columns, console=console, transient=transient, disable=hidden)
-
-
-@contextlib.contextmanager
-def counted(total: int, text: str) -> Iterator[Callable[[], None]]:
-    """A bar with a text in front; the function that is yielded counts one."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn  # rich is optional
-
-        bar = progress_bar(text, BarColumn(), MofNCompleteColumn())
-    except ImportError:
-        yield lambda: None
-        return
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

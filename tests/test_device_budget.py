@@ -44,7 +44,7 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda _: (int(free_gib * GIB), total_bytes)
         )
-        return device_budget.device_budget_bytes(Options(**given), inputs)
+        return device_budget.device_budget_bytes(Options.parse(given, environ={}), inputs)
 
     return of
 

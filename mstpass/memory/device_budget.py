@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mstpass.byte_sizes import bytes_text, parse_bytes
+from mstpass.byte_sizes import bytes_text
 from mstpass.options import Options
 
 _STATE_BYTES = 2 * 4  # for one parameter
@@ -82,9 +82,8 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _reserve_bytes(options: Options, tensors: Sequence[torch.Tensor]) -> int:
-    if options.reserve != "auto":
-        given = options.reserve
-        return int(parse_bytes(given) or 0) if isinstance(given, str) else given
+    if isinstance(options.reserve, int):
+        return options.reserve
     if _optimizers_that_stepped:
         return 0
     trainable = [x for x in tensors if isinstance(x, torch.nn.Parameter) and x.requires_grad]

@@ -164,9 +164,9 @@ def note_sizes_by_data(nodes: Iterable[fx.Node]) -> None:
                 size.node.shape_env.var_to_hint_override[symbol] = most
 
 
-def bounds_of(environment: ShapeEnv, symbol: sympy.Symbol) -> tuple[int, int | None]:
-    """The least and the greatest value that a symbol may have; None: any."""
-    known = environment.var_to_range[symbol]
+def bounds_of(environment: ShapeEnv, expr: sympy.Expr) -> tuple[int, int | None]:
+    """The least and the greatest value that a size may have; None: any."""
+    known = environment.bound_sympy(expr)
     lower = int(known.lower) if known.lower.is_Integer else 0
     upper = known.upper
     return lower, int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
@@ -176,8 +176,7 @@ def most(size: int | torch.SymInt) -> int | None:
     """The greatest value that a size may have; None: any."""
     if isinstance(size, int):
         return size
-    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
+    return bounds_of(size.node.shape_env, size.node.expr)[1]
 
 
 def guards_of(environment: ShapeEnv) -> list[Any]:
@@ -217,18 +216,12 @@ def symbols_among(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
     return found
 
 
-def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """The symbols of the inputs' sizes, with their positions among the inputs.
-
-    None, if a size has another symbol. Strides and numbers that are no sizes do not count.
-    """
-    found = symbols_among(inputs)
+def symbols_of_sizes(inputs: Sequence[Any]) -> frozenset[sympy.Symbol]:
+    """The symbols of the inputs' sizes; none, if one of them is no input itself."""
     sizes: list[Any] = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape]
     symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
-    of_sizes = {symbol for expr in symbolic for symbol in expr.free_symbols}
-    if not of_sizes <= found.keys():
-        return {}
-    return {symbol: position for symbol, position in found.items() if symbol in of_sizes}
+    found = frozenset(symbol for expr in symbolic for symbol in expr.free_symbols)
+    return found if found <= symbols_among(inputs).keys() else frozenset()
 
 
 def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol]]:
