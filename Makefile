@@ -16,6 +16,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST_ARGS := pytest -n 2 --dist worksteal
+MARKS  := not lab and not dry_run
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m $(PYTEST_ARGS)
 
 .PHONY: demo gallery test test-lab test-all test-versions coverage test-cuda lint size docs format bench setup clean
@@ -38,7 +39,7 @@ gallery: $(READY)
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)
-	$(PYTEST) -m "not lab and not dry_run" $(ARGS)
+	$(PYTEST) -m "$(MARKS)" $(ARGS)
 
 test-lab: $(READY)
 	$(PYTEST) -m "lab and not dry_run" $(ARGS)

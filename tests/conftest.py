@@ -88,8 +88,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if marks.startswith("dry_run") and not torch.cuda.is_available():  # tests for CUDA would skip
         return "dry_run" not in collection_path.read_text(encoding="utf-8") or None
-    other = {"lab": False, "not": True}.get(marks.partition(" ")[0])
-    return name.startswith(_LAB) is other or None
+    if marks.startswith(("lab", "not lab")):
+        return name.startswith(_LAB) is not marks.startswith("lab") or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

@@ -156,7 +156,7 @@ class _Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(16, Attention(16, 2)) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(16, Attention(16, 2)) for _ in range(7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -63,7 +63,7 @@ def test_equal_layers_are_planned_once(
         found.append((copy := of(self, region)) is not None)
         return copy
 
-    size = LlamaSize(width=64, heads=2, mlp_width=192, vocabulary=1024, length=2048, layers=5)
+    size = LlamaSize(width=64, heads=2, mlp_width=192, vocabulary=1024, length=2048, layers=4)
     module, *batch = llama(size, torch.device("cpu"))
     joint, outputs = joint_graph(lambda ids, target: module(ids, target), *batch)
 
