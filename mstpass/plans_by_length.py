@@ -37,6 +37,7 @@ from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import Neighbours, RangePlan, Ranges, Values
 from mstpass.limit import Limit
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
+from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.batch_sizes import (
     TracingContext,
@@ -357,7 +358,7 @@ class PlansByLength:
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
-        for length in coming:
+        for length in counted(coming, "mstpass compiles for all lengths"):
             batch = self._longest_batch(values, length)
             if batch is not None:
                 ends = self.ranges.ends(self._of_sizes(batch))
