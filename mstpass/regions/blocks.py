@@ -46,7 +46,6 @@ from mstpass.graph.tokens import (
     Spec,
     has_tokens,
     token_count,
-    without_ones,
 )
 from mstpass.plans import Region, Rejection
 from mstpass.regions.grow import Growth, back_to, between, found_regions
@@ -182,14 +181,24 @@ class _Block(Growth):
         cone = between(self.joint, x, [y])
         if self.attention not in cone:
             raise CannotTake(self.attention, NO_RESIDUAL)
-        shape = generic_shape(x.meta["val"])
-        of_tokens = without_ones(shape, tuple(range(len(shape) - 1)))  # the features come last
-        self._read(x, of_tokens[-len(row_dims(self.attention)) :])
+        self._read(x, self._spec_of_input(x, cone))
         for node in self.joint.sorted(cone):
             if is_attention(node) and node is not self.attention:
                 raise CannotTake(node, OWN_LOOPS("another attention lies inside of the block"))
             if not self._try_add(node):
                 raise CannotTake(node, NOT_BY_TOKEN)
+
+    def _spec_of_input(self, x: fx.Node, cone: Set[fx.Node]) -> Spec:
+        """The token dims of the block's input, from those of attention's queries."""
+        specs: dict[fx.Node, Spec] = {self.attention: row_dims(self.attention)}
+        for node in reversed(self.joint.sorted(cone)):
+            needs = self._needs_of(node, specs[node]) if node in specs else {}
+            for operand, spec in needs.items():
+                if spec:
+                    specs.setdefault(operand, spec)
+        if x not in specs:
+            raise CannotTake(x, NOT_BY_TOKEN)
+        return specs[x]
 
     def _add_backward(self) -> None:
         joint = self.joint
