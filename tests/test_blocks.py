@@ -121,7 +121,14 @@ def test_a_mask_has_no_chunks_that_overlap() -> None:
     [
         # fewer tokens than a chunk, as many, one more, and one behind the last whole chunk
         pytest.param(LLAMA, [(1, 257), (1, 33), (1, 64), (1, 65)], 64, (1,), id="tokens"),
-        pytest.param(LLAMA, [(2, 100), (2, 37)], 48, (1,), id="tokens of two sequences"),
+        pytest.param(  # those of the kernels below
+            LLAMA,
+            [(2, 100), (2, 37)],
+            48,
+            (1,),
+            id="tokens of two sequences",
+            marks=pytest.mark.full,
+        ),
         pytest.param(LLAMA, [(3, 100), (2, 100)], 48, (0,), id="sequences"),
         pytest.param(LLAMA, [(3, 128), (2, 50)], 48, (0, 1), id="both"),
         pytest.param(
