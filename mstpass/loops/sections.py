@@ -151,11 +151,9 @@ class _Features(Growth):
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
         held = self.held(operand) if self.may_hold(user) else None
-        return (
-            self.axis.result_spec(user, operand, held)
-            if held
-            else Refusal("holds its features in no dim of their own")
-        )
+        if not held:
+            return Refusal("holds its features in no dim of their own")
+        return self.axis.result_spec(user, operand, held)
 
     def _pull(self, operand: fx.Node, spec: Spec) -> None:
         is_new = operand not in self.specs or self.may_hold(operand)

@@ -62,9 +62,8 @@ def slack_spent(problem: CutProblem, start: Candidate, budget_bytes: int) -> Can
         fastest = ranks[:_MODES_OF_LAYERS]
         next((r for r in fastest if search.make_several(search.mode_moves(r, alike))), None)
     search.tries = tries
-    by_halves(
-        search.save_moves(), search.make
-    )  # before single modes: one may spare a whole chain of ops
+    # before single modes: one may spare a whole chain of ops
+    by_halves(search.save_moves(), search.make)
     for rank in ranks:
         by_halves(search.mode_moves(rank, problem.regions), search.make)
     return search.best
@@ -74,9 +73,8 @@ def _alike_regions(problem: CutProblem) -> list[list[RegionModes]]:
     """The regions by what their modes are and cost, such as those of repeated layers."""
     found: defaultdict[object, list[RegionModes]] = defaultdict(list)
     for region in problem.regions:
-        costs = (
-            (mode.name, held_bytes(mode), *(x.us for x in mode.loops)) for mode in region.modes
-        )
+        modes = region.modes
+        costs = ((m.name, held_bytes(m), *(loop.us for loop in m.loops)) for m in modes)
         found[tuple(costs)].append(region)
     return [regions for regions in found.values() if len(regions) > 1]
 
