@@ -32,6 +32,7 @@ from tests.ranks.sequences import (
     mesh_of,
     model_of,
     one_head,
+    one_layer,
     refusal,
     right_of,
 )
@@ -58,8 +59,7 @@ def all_heads() -> Finding:
 
 def groups_of_heads() -> Finding:
     """Two groups of four heads: each has one of the two key-value heads, and both ranks need it."""
-    build = lambda: model_of("Llama", num_hidden_layers=1)
-    return compared(build, batch_of(), head_groups=2)
+    return compared(lambda: one_layer("Llama"), batch_of(), head_groups=2)
 
 
 def groups_of_odd_heads() -> Finding:
@@ -163,8 +163,7 @@ def checkpointed() -> Finding:
 # ---- batches -------------------------------------------------------------------------------------
 def packed() -> Finding:
     """Documents of all lengths, whose positions start again, in a model with a window."""
-    build = lambda: model_of("Mistral", sliding_window=7, num_hidden_layers=1)
-    return compared(build, _of_documents())
+    return compared(lambda: one_layer("Mistral", sliding_window=7), _of_documents())
 
 
 def groups_of_documents() -> Finding:
@@ -335,8 +334,7 @@ def plain_ring() -> Finding:
 
 
 def ring() -> Finding:
-    build = lambda: model_of("Llama", num_hidden_layers=1)
-    return compared(build, batch_of(), method="ring")
+    return compared(lambda: one_layer("Llama"), batch_of(), method="ring")
 
 
 def ring_of_rows() -> Finding:
@@ -367,10 +365,7 @@ def ring_of_encoder() -> Finding:
 
 
 def fully_sharded() -> Finding:
-    """FSDP2 around each block, whose gradients are means over the ranks.
-
-    Blocks are compiled in examples/ulysses_fsdp2.py.
-    """
+    """FSDP2 around each block, whose gradients are means over the ranks; an example compiles it."""
     from torch.distributed.fsdp import fully_shard
 
     _, right = right_of(model_of("Llama"), batch_of())

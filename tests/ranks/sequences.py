@@ -119,6 +119,10 @@ def refusal(call: Callable[[], object]) -> str:
     return ""
 
 
+def one_layer(name: str, **changes: Any) -> nn.Module:
+    return model_of(name, num_hidden_layers=1, **changes)
+
+
 def one_head() -> nn.Module:
     return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
 
