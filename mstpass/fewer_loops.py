@@ -11,12 +11,12 @@ from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE, Candidate, lowest_saved_set, without_loops
-from mstpass.partition.solvers.free_bounds import (
+from mstpass.partition.solvers.free_plan import (
+    free_plan,
     loops_that_help,
     only_loops_that_help,
     within_free_time,
 )
-from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import WHOLE, CutProblem, Mode

@@ -45,7 +45,7 @@ from mstpass.partition.torch_partitioner import inductor_alone
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
-from mstpass.regions.masked_attention import whole_masks
+from mstpass.regions.attention import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
 STAGES = ("plan", "apply", "split")

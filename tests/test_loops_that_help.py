@@ -18,8 +18,7 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.options import Options
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.candidate import TIE, Candidate, without_loops
-from mstpass.partition.solvers.free_bounds import loops_that_help
-from mstpass.partition.solvers.free_plan import free_plan
+from mstpass.partition.solvers.free_plan import free_plan, loops_that_help
 from mstpass.partition.solvers.min_cut import certain_bytes
 from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes

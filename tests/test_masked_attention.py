@@ -14,7 +14,7 @@ import mstpass
 from mstpass.graph.attention import mask_of
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.sizes import is_static
-from mstpass.regions.masked_attention import NOT_BY_ROW, detect_masked_attention
+from mstpass.regions.attention import NOT_BY_ROW, detect_masked_attention
 from tests.checks import check_against_float64, joint_graph
 
 pytestmark = pytest.mark.op_by_op

@@ -27,7 +27,7 @@ share of what attention needs besides the layer's input and output and their gra
 in full in any case: with more than eight groups that share hardly counts.
 
 Where attention has a large mask that is computed, it may also run in loops over rows of queries,
-which hold the mask's rows of one chunk (regions/masked_attention.py): *save* keeps its results, and
+which hold the mask's rows of one chunk (regions/attention.py): *save* keeps its results, and
 *recompute* nothing. These are offered in long and in short chunks, in place of the others where the
 mask is larger than what loops over heads hold in parts: those read the whole mask.
 
@@ -58,11 +58,10 @@ from mstpass.options import Options
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Region, Rejection
 from mstpass.problem.problem import FUSED, MIXED, RECOMPUTE, SAVE, Mode
-from mstpass.regions.attention import detect_attention
+from mstpass.regions.attention import detect_attention, detect_masked_attention
 from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.regions.blocks import detect_blocks
 from mstpass.regions.detect import find_regions, region_along_features, under_a_budget
-from mstpass.regions.masked_attention import detect_masked_attention
 
 _GROUPS = (2, 4, 8)
 _LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; of a kernel's block

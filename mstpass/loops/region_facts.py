@@ -30,7 +30,7 @@ from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan, Region
-from mstpass.regions.masked_attention import KIND as MASKED
+from mstpass.regions.attention import KIND as MASKED
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

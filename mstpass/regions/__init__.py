@@ -8,7 +8,7 @@ grow.py          a region while it grows, along any axis: its members and their 
 wide_growth.py   what belongs to a region of tokens or features: all that touches wide values
 close_fused.py   complete a region whose backward can run in the forward
 absorb.py        add users that reduce what leaves a region
-attention.py     attention that a loop over groups of heads can run, and what was refused:
+attention.py     attention that a loop over groups of heads, or over rows of queries, can run:
   head_growth.py   what is computed head by head with it
-masked_attention.py, blocks.py   attention in rows of queries, alone or with the MLP behind it
+blocks.py        attention in rows of queries, with the MLP behind it
 """

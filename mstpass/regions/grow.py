@@ -9,9 +9,7 @@ Pseudo-code::
 
 What belongs is said by a class for each kind of region: all that touches wide values, of tokens or
 features (wide_growth.py), what is computed head by head (head_growth.py), the parts of a mask
-(masked_attention.py), and what lies between two ends (blocks.py).
-
-The nodes on the paths between others.
+(attention.py), and what lies between two ends (blocks.py).
 """
 
 from __future__ import annotations
