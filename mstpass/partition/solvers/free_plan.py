@@ -7,8 +7,9 @@ no higher then: the peak lies elsewhere. The saved set is that of the fewest byt
 no heavy op (min_cut.py).
 
 To try each region by itself would take a simulation per region. So the loops of regions with equal
-buffers, such as those of repeated layers, are dropped together, or each half where that raises the
-peak. Those with the smallest buffers come first.
+buffers, such as those of repeated layers, are dropped together. Loops in mode *save* come first,
+which keep for backward what the traced ops would keep, and of the others those with the smallest
+buffers, of which each half is tried where all of them raise the peak.
 
 All that together may take more time than the free plan may, or a higher peak than Inductor alone.
 So there are two bounds.
@@ -84,10 +85,10 @@ def every_saving(problem: CutProblem) -> Candidate:
     whole = whole_modes(problem)
     optional = [r for r in problem.regions if whole[r.region] != r.modes[0].name]
     kind = lambda region: (region.modes[0].kind != SAVE, large_bytes(problem, region))
-    for _, regions in itertools.groupby(sorted(optional, key=kind), kind):
+    for (keeps_less, _), regions in itertools.groupby(sorted(optional, key=kind), kind):
         moves = [(region.region, whole[region.region]) for region in regions]
         half = len(moves) // 2
-        if not search.accept(moves) and half:
+        if not search.accept(moves) and keeps_less and half:
             search.accept(moves[:half])
             search.accept(moves[half:])
     return loops_that_help(problem, search.best)
