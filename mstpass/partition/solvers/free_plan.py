@@ -107,7 +107,7 @@ def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
     limit_us = (1 + problem.free_overhead) * alone.us
     if found.us <= limit_us:
         return found
-    now = {**first_modes(problem), **found.plan.modes}
+    now = {**first_modes(problem), **with_narrower_sums(problem)}
     plans = (
         _first_within(limit_us, lambda share: _with_faster_loops(problem, now, share)),
         _first_within(limit_us, lambda share: _with_more_saved(problem, now, share)),
