@@ -19,7 +19,7 @@ from mstpass.normalize import FOR_SECTIONS, normalized
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.normalize.products import made_in_vain
 from mstpass.options import Options
-from mstpass.partition.torch_partitioner import TORCH_BUDGET
+from mstpass.partition.split import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Rejection
 from mstpass.problem.problem import MIXED

@@ -41,7 +41,7 @@ from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.solve import BudgetError, infeasible, missed_budgets
 from mstpass.partition.solvers.least_host_memory import more_host_memory
-from mstpass.partition.torch_partitioner import inductor_alone
+from mstpass.partition.split import inductor_alone
 from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem

@@ -33,8 +33,7 @@ from mstpass.partition.build_problem import cut_problem, host_memory
 from mstpass.partition.reconstruct import with_reconstruction
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, without_loops
-from mstpass.partition.split import split_joint
-from mstpass.partition.torch_partitioner import needs_torch, split_by_torch, with_alone
+from mstpass.partition.split import needs_torch, split_by_torch, split_joint, with_alone
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes

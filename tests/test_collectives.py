@@ -24,7 +24,7 @@ from mstpass.normalize.indexing import index_by_token
 from mstpass.normalize.sums_over_tokens import local_sums
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
-from mstpass.partition.torch_partitioner import needs_torch
+from mstpass.partition.split import needs_torch
 from mstpass.problem.problem import MIXED
 from mstpass.torch_internals.graphs import is_opaque
 from tests.checks import check_against_float64, joint_graph

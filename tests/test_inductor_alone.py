@@ -22,7 +22,7 @@ from mstpass.options import Options
 from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.torch_partitioner import inductor_alone
+from mstpass.partition.split import inductor_alone
 from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.names import loop_name
@@ -167,7 +167,7 @@ def test_where_torch_s_partitioner_fails_the_report_says_so(
     def fails(*_: Any) -> list[str]:
         raise ValueError("no cut")
 
-    monkeypatch.setattr("mstpass.partition.torch_partitioner.saved_by_torch", fails)
+    monkeypatch.setattr("mstpass.partition.split.saved_by_torch", fails)
     module, outputs = _layers()
     found = pipeline.run(module, Options(), num_fwd_outputs=outputs).outcome
     (note,) = found.notes

@@ -16,7 +16,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.recompute_rules import BEFORE_WRITE, is_input_write, unproven_write
 from mstpass.memory.simulate_graph import op_of
 from mstpass.options import Options
-from mstpass.partition.torch_partitioner import needs_torch
+from mstpass.partition.split import needs_torch
 from mstpass.problem.op import REALIZED
 from tests import buffer_models as models
 from tests.checks import compiled, joint_graph

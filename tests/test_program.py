@@ -14,9 +14,8 @@ from mstpass.graph.builder import ADDED
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.node_meta import original_name
 from mstpass.graph.own_ops import REALIZE
-from mstpass.memory.op_kinds import kind_of
 from mstpass.memory.program import Program
-from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_graph import kind_of, simulate_step
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
 from mstpass.partition.split import split_joint

@@ -305,7 +305,7 @@ def _text(lines: Lines) -> str:
 
 def _is_there(extra: str, case: Case) -> bool:
     if extra == "accuracy" and case.loss == "running_sum" and "token_softmax" in case.logit_ops:
-        return False  # all words have the sum 1 at the last token: rounding decides which is largest
+        return False  # all words have the sum 1 at the last token: rounding decides the largest
     return case.loss != "none" or not re.search(r"\blogits\b", EXTRAS[extra])
 
 

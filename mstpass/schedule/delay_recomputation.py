@@ -36,8 +36,8 @@ from mstpass.graph.joint import descendants, is_tangent, nbytes, value_of
 from mstpass.graph.loop_op import is_host_copy
 from mstpass.graph.own_ops import REALIZE
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
-from mstpass.memory.op_kinds import kind_of
 from mstpass.memory.repeated_values import CHEAP_KINDS
+from mstpass.memory.simulate_graph import kind_of
 from mstpass.torch_internals.graphs import OpOverload
 from mstpass.walk import walk, walk_once
 

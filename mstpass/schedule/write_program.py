@@ -29,8 +29,8 @@ from mstpass.graph.own_ops import materialize
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import is_size, is_static
 from mstpass.memory.host_copies import host_name, offloaded_name
-from mstpass.memory.op_kinds import kind_of
 from mstpass.memory.program import Program
+from mstpass.memory.simulate_graph import kind_of
 from mstpass.problem.op import (
     AWAIT_OFFLOAD,
     AWAIT_RELOAD,
