@@ -1,4 +1,4 @@
-"""Split a joint graph into forward and backward modules, as a plan has them, or as torch's partitioner.
+"""Split a joint graph into forward and backward modules, as a plan has them, or as torch would.
 
 ::
 
