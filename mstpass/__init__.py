@@ -9,55 +9,36 @@ from typing import TYPE_CHECKING, Any
 from mstpass.integrations import accelerate_backends, after_import
 
 if TYPE_CHECKING:
-    from mstpass import gpus, measure
-    from mstpass.compiling import compile, uncompile
-    from mstpass.explainer import ExplainError, explain, explain_all
-    from mstpass.fitting import Fits, fits
-    from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
-    from mstpass.options import OptionError, Options
-    from mstpass.plans import ChunkPlan, Rejection
-    from mstpass.problem.solver_registry import register_solver
-    from mstpass.report.report import Report
-    from mstpass.report.store import reports
-    from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
-    from mstpass.sequences import (
-        sequence_parallel,
-        sequence_parallel_attention,
-        shard_sequence,
-    )
-    from mstpass.trainers import TrainerError, compile_trainer
+    from mstpass import gpus as gpus
+    from mstpass import measure as measure
+    from mstpass.compiling import compile as compile
+    from mstpass.compiling import uncompile as uncompile
+    from mstpass.explainer import ExplainError as ExplainError
+    from mstpass.explainer import explain as explain
+    from mstpass.explainer import explain_all as explain_all
+    from mstpass.fitting import Fits as Fits
+    from mstpass.fitting import fits as fits
+    from mstpass.linter import Finding as Finding
+    from mstpass.linter import LintReport as LintReport
+    from mstpass.linter import lint as lint
+    from mstpass.linter import lint_compiled as lint_compiled
+    from mstpass.linter import lint_graphs as lint_graphs
+    from mstpass.options import OptionError as OptionError
+    from mstpass.options import Options as Options
+    from mstpass.plans import ChunkPlan as ChunkPlan
+    from mstpass.plans import Rejection as Rejection
+    from mstpass.problem.solver_registry import register_solver as register_solver
+    from mstpass.report.report import Report as Report
+    from mstpass.report.store import reports as reports
+    from mstpass.returned_logits import DroppedLogits as DroppedLogits
+    from mstpass.returned_logits import DroppedLogitsError as DroppedLogitsError
+    from mstpass.sequences import sequence_parallel as sequence_parallel
+    from mstpass.sequences import sequence_parallel_attention as sequence_parallel_attention
+    from mstpass.sequences import shard_sequence as shard_sequence
+    from mstpass.trainers import TrainerError as TrainerError
+    from mstpass.trainers import compile_trainer as compile_trainer
 
 __version__ = "0.2.0"
-__all__ = [
-    "ChunkPlan",
-    "DroppedLogits",
-    "DroppedLogitsError",
-    "ExplainError",
-    "Finding",
-    "Fits",
-    "LintReport",
-    "OptionError",
-    "Options",
-    "Rejection",
-    "Report",
-    "TrainerError",
-    "compile",
-    "compile_trainer",
-    "explain",
-    "explain_all",
-    "fits",
-    "gpus",
-    "lint",
-    "lint_compiled",
-    "lint_graphs",
-    "measure",
-    "register_solver",
-    "reports",
-    "sequence_parallel",
-    "sequence_parallel_attention",
-    "shard_sequence",
-    "uncompile",
-]
 _NAMES = {  # of each module
     "compiling": ("compile", "uncompile"),
     "explainer": ("ExplainError", "explain", "explain_all"),
@@ -74,6 +55,7 @@ _NAMES = {  # of each module
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 _PUBLIC_MODULES = ("gpus", "measure")  # as in `mstpass.measure.peak_bytes`
+__all__ = [*_HOMES, *_PUBLIC_MODULES]
 
 
 def __getattr__(name: str) -> Any:

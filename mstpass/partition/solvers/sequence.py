@@ -13,9 +13,8 @@ and reaches the budget is taken region by region.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from mstpass.partition.solvers.candidate import (
     Candidate,
@@ -74,28 +73,22 @@ def _towards_fewest_bytes(
     The step of several regions that reaches the budget is taken region by region.
     """
     fewest = fewest_bytes_modes(problem)
-    before = {**first_modes(problem), **before}
+    now = {**first_modes(problem), **before}
     for modes in ({**fewest, **first_loops(problem)}, fewest):
-        regions = [name for name in modes if modes[name] != before[name]]
-        plan_at = functools.partial(_with_first_changed, problem, before, modes, regions)
-        for done, count in itertools.pairwise((0, *_counts(len(regions)))):
-            step = plan_at(count)
-            if budget_bytes is not None and step.lowered_within(budget_bytes):
-                yield from _not_beyond(step, map(plan_at, range(done + 1, count)))
-            yield step
-        before = {**before, **modes}
+        yield from _one_by_one(problem, now, modes, budget_bytes)
+        now |= modes
 
 
-def _with_first_changed(
-    problem: CutProblem,
-    before: Mapping[str, str],
-    modes: Mapping[str, str],
-    regions: Sequence[str],
-    count: int,
-) -> Candidate:
-    """The plan in which the first ``count`` of these regions have their new modes."""
-    changed = {name: modes[name] for name in regions[:count]}
-    return fewest_saved_bytes(problem, {**before, **changed})
+def _one_by_one(
+    problem: CutProblem, now: Mapping[str, str], modes: Mapping[str, str], budget_bytes: int | None
+) -> Iterator[Candidate]:
+    changed = [(name, mode) for name, mode in modes.items() if mode != now[name]]
+    plan_at = lambda count: fewest_saved_bytes(problem, {**now, **dict(changed[:count])})
+    for done, count in itertools.pairwise((0, *_counts(len(changed)))):
+        step = plan_at(count)
+        if budget_bytes is not None and step.lowered_within(budget_bytes):
+            yield from _not_beyond(step, map(plan_at, range(done + 1, count)))
+        yield step
 
 
 def _not_beyond(step: Candidate, plans: Iterable[Candidate]) -> Iterator[Candidate]:
