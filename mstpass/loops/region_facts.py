@@ -31,6 +31,7 @@ from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan, Region
 from mstpass.regions.attention import KIND as MASKED
+from mstpass.walk import walk_once
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -100,9 +101,9 @@ class RegionFacts:
         self._work: dict[frozenset[str], LoopWork] = {}  # by members
         self.exponentials = self._find_exponentials()
         self.complete = self._complete_operands()
-        self.rounds, self.early = self._rounds(), set[fx.Node]()
-        if any(self.rounds.values()) or self.complete or joint.cached(collectives_of):
-            self.early = self._early_outputs()
+        self.rounds, self.early = dict.fromkeys(self.specs, 0), set[fx.Node]()
+        if self._may_have_rounds():
+            self.rounds, self.early = self._rounds(), self._early_outputs()
         self.handed_on: set[fx.Node] = set()
         if region.axis == QUERIES:
             self.early |= set(self.outputs)
@@ -213,6 +214,19 @@ class RegionFacts:
         if node in self.specs:
             return self.operand_specs(node).items()
         return [(operand, ()) for operand in node.all_input_nodes]
+
+    def _may_have_rounds(self) -> bool:
+        """Whether a collective, or what members need complete, may come between members."""
+        joint, members = self.joint, self.specs
+        if joint.cached(collectives_of) or self.complete:
+            return True
+        last, backward = max(map(joint.index.__getitem__, members)), joint.backward
+        readers = lambda node: [n for n in node.users if (n in backward) == (node in backward)]
+        outside = lambda node: [
+            n for n in readers(node) if n not in members and joint.index[n] < last
+        ]
+        between = walk_once((node for node, spec in members.items() if spec is None), outside)
+        return any(n in members for node in between if node not in members for n in readers(node))
 
     def _complete_operands(self) -> set[fx.Node]:
         has_attention = any(map(is_attention, self.specs))  # else what has two roles is no result

@@ -80,10 +80,12 @@ def unstack(joint: JointGraph) -> Rewritten:
 
 def _unstacked(joint: JointGraph, found: tuple[fx.Node, float]) -> Rewritten:
     cat, wide_numel = found
-    rewriting = Rewriting(_with_sums(joint, wide_numel))
-    whole = rewriting.joint.by_name[cat.name]
-    flow = PartsFlow(rewriting.joint, whole, wide_numel, *parts_of_cat(whole))
-    return Unstacker(rewriting, flow).unstack()
+
+    def flow_in(joint: JointGraph) -> PartsFlow:
+        whole = joint.by_name[cat.name]
+        return PartsFlow(joint, whole, wide_numel, *parts_of_cat(whole))
+
+    return _by_part(joint, flow_in)
 
 
 def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
@@ -94,22 +96,24 @@ def divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGrap
     """
     changed: set[str] = set()
     for division in divisions:
-        product, count = joint.by_name[division.product], len(division.parts.lengths)
-        wide_numel = WIDE_OF_ANCHOR * numel(product) / count
-        rewriting = Rewriting(_with_sums(joint, wide_numel))
-        product = rewriting.joint.by_name[division.product]
-        where = division.held, division.parts
-        flow = PartsFlow(rewriting.joint, product, wide_numel, *where, is_product=True)
-        joint, names = Unstacker(rewriting, flow).unstack()
+
+        def flow_in(joint: JointGraph, division: Division = division) -> PartsFlow:
+            product, parts = joint.by_name[division.product], division.parts
+            wide_numel = WIDE_OF_ANCHOR * numel(product) / len(parts.lengths)
+            return PartsFlow(joint, product, wide_numel, division.held, parts, is_product=True)
+
+        joint, names = _by_part(joint, flow_in)
         changed |= names
     return joint, changed
 
 
-def _with_sums(joint: JointGraph, wide_numel: float) -> JointGraph:
-    """The graph with sums, which parts can add up, in the place of means of wide values."""
+def _by_part(joint: JointGraph, flow_in: Callable[[JointGraph], PartsFlow]) -> Rewritten:
+    """Compute values part by part; sums, which parts can add up, replace the means of these."""
+    held = flow_in(joint).held
     means = (node for node in joint.nodes if node.target is aten.mean.dim)
-    wide = (node for node in means if numel(node.all_input_nodes[0]) >= wide_numel)
-    return rewritten(joint, wide, mean_as_sum)[0]
+    of_parts = (node for node in means if node.all_input_nodes[0] in held)
+    rewriting = Rewriting(rewritten(joint, of_parts, mean_as_sum)[0])
+    return Unstacker(rewriting, flow_in(rewriting.joint)).unstack()
 
 
 def _next_cat(joint: JointGraph, tried: set[str]) -> tuple[list[str], tuple[fx.Node, float]] | None:
