@@ -92,7 +92,7 @@ def test_the_choice_and_the_wrapper_take_little_time() -> None:
         return None
 
     functions: Any = types.SimpleNamespace(on_error=None, writes_inputs=False)
-    plan = CompiledPlan(run, Limit(), Report(Outcome()), functions)
+    plan = CompiledPlan(run, functions, Limit(), Report(Outcome()))
     wrapped = LeanerPlans(plan, torch.device("cpu"), None, strict=True)
     plans: Any = PlansByLength.__new__(PlansByLength)
     plans._sizes_of, plans._chosen = lambda args: args[0], {300: wrapped}

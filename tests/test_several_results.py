@@ -110,7 +110,7 @@ def test_a_slice_whose_dims_are_in_another_order() -> None:
     def step(ids: Tensor) -> Tensor:
         return _loss(model(ids).permute(2, 1, 0)[..., 1:].permute(2, 1, 0), ids[1:])
 
-    reason = "aten.slice.Tensor works along a token dim; under a memory_budget it may run in chunks"
+    reason = "a view merges token dims out of order; under a memory_budget it may run in chunks"
     assert _reasons(_planned(step, _ids(4, 32))) == [reason]
 
 
