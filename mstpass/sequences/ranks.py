@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mstpass.torch_internals.exchanges import group_of_all
+from mstpass.torch_internals.collectives import group_of_all
 
 Group = DeviceMesh | dist.ProcessGroup | None
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.rules import Rules
 from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
-from mstpass.torch_internals.exchanges import pass_on
+from mstpass.torch_internals.collectives import pass_on
 
 
 def ring_takes(rules: Rules, heads: int, ranks: Ranks) -> None:

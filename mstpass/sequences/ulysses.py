@@ -51,7 +51,7 @@ from torch import Tensor
 from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.ring import ring
 from mstpass.sequences.rules import Rules, attend, for_each_head
-from mstpass.torch_internals.exchanges import all_to_all, begin_all_to_all, wait
+from mstpass.torch_internals.collectives import all_to_all, begin_all_to_all, wait
 
 
 def heads_divide(heads: int, ranks: int, groups: int = 1) -> bool:
