@@ -27,6 +27,7 @@ from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.split import needs_torch
 from mstpass.problem.problem import MIXED
 from mstpass.torch_internals.graphs import is_opaque
+from mstpass.torch_internals.versions import has_release
 from tests.checks import check_against_float64, joint_graph
 from tests.models import MLPS
 
@@ -205,7 +206,8 @@ def test_plans_are_valid_where_a_checkpoint_repeats_a_collective(mesh: Any) -> N
     assert least.outcome.save_plan is not None and least.memory is not None
     assert all("times as long" in note for note in least.outcome.notes)
     assert least.outcome.save_plan.solver == "peak_search"
-    assert ("attention", "recompute") in {(r.kind, r.mode) for r in least.outcome.regions}
+    if has_release("2.12"):  # in the graph of 2.11 the plan of least memory has no loops
+        assert ("attention", "recompute") in {(r.kind, r.mode) for r in least.outcome.regions}
     assert free.memory is not None and least.memory.peak_bytes < free.memory.peak_bytes
     assert least.modules is not None
     assert len(_collectives(least.modules[1].graph)) > len(_collectives(joint.module.graph)) / 2

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
+from mstpass.torch_internals.versions import has_release
 from tests.checks import check_against_float64, compiled, errors, gradients, kinds
 from tests.models import TinyLM, next_token_loss
 
@@ -209,6 +210,8 @@ def test_an_op_that_may_raise_leaves_a_head_its_plan(beside: Any, device: str) -
     outcome = mstpass.reports()[-1].outcome
     assert [region.kind for region in outcome.regions] == ["lm_head"]
     assert not outcome.left_to_torch, "a budget has a say in what is saved"
+    if not has_release("2.12"):  # Inductor alone leaves the check out
+        return
     with torch.no_grad():
         model.a.fill_(float("nan"))
     with pytest.raises(torch.linalg.LinAlgError):

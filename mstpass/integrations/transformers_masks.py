@@ -42,7 +42,8 @@ _FIND, _EXPORTS = "find_packed_sequence_indices", "is_torchdynamo_exporting"
 class _Caller(threading.local):
     """What the caller of a compiled model has said; of each thread its own."""
 
-    gives_no_positions = False
+    def __init__(self) -> None:
+        self.gives_no_positions = False  # Dynamo of torch 2.11 reads no value beside a class's own
 
 
 _caller = _Caller()
@@ -60,11 +61,8 @@ def says_whether_packed(
     """
     if not _is_text_model(model) or not prepare():
         return function
-    names = [
-        name
-        for name, parameter in inspect.signature(signature_of).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = inspect.signature(signature_of).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
