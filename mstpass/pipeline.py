@@ -6,11 +6,10 @@
     apply   the chosen regions as loops, in a new joint graph    loops/apply_plans.py
     split   forward, backward, and what crosses between them     partition/, schedule/
 
-The first three stages change nothing. ``run`` can stop after each of the last three. One solver
-decides which loops there are and which values cross, together, by the simulated peak of the step.
-If its loops raise that above the peak of the step without any, there are fewer (fewer_loops.py),
-and in the end what Inductor alone would save. What is written is the problem in which the plan's
-modes are chosen.
+The first three stages change nothing. ``run`` can stop after any stage. One solver decides which
+loops there are and which values cross, together, by the simulated peak of the step. If its loops
+raise that above the peak of the step without any, there are fewer (fewer_loops.py), and in the end
+what Inductor alone would save. What is written is the problem in which the plan's modes are chosen.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from mstpass.problem.problem import CutProblem
 from mstpass.regions.attention import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
-STAGES = ("plan", "apply", "split")
+STAGES = ("read", "detect", "plan", "apply", "split")
 _MOST_EXTRA_TIME = 1.0  # a fraction; a report says where a plan takes more
 _SLOW = "this plan takes {:.1f} times as long as Inductor alone: no faster one has as low a peak"
 
@@ -101,7 +100,7 @@ def run(
 
     Args:
         module: the joint graph, after Inductor's joint passes.
-        stop_after: one of ``STAGES``.
+        stop_after: the name of a stage.
         limit: what the plan may take; None: what the options say.
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         must_fit: a plan above the budget is an error.
@@ -187,6 +186,8 @@ def _run_stages(
     watch.lap("read")
     detected = detect(joint, options, limit, runner, loops_in_backward).with_masks(masks)
     watch.lap("detect")
+    if stop_after in ("read", "detect"):
+        return Result(_outcome((), (*detected.rejections, *runner.refused)))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
     plan = functools.partial(pipeline_stages.plan, options, limit, traced, alone, runner)
