@@ -135,7 +135,7 @@ def _least(problem: CutProblem) -> Candidate:
         if other.simulation.is_lowered_below(lowest.lowered_peak_bytes):
             lowest = other
     equal_bytes = int(TIE * lowest.lowered_peak_bytes)
-    equal = [plan for plan in plans if plan.lowered_within(equal_bytes)]
+    equal = [plan for plan in plans if plan is lowest or plan.lowered_within(equal_bytes)]
     if placed is not None and (faster := placed.within(lowest.lowered_peak_bytes)):
         equal.append(faster)
     return min(equal, key=_US)
