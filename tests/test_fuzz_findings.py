@@ -367,3 +367,26 @@ def test_statistics_that_two_loops_compute_are_returned_by_one_of_them() -> None
         variants=("recompute all",),
     )
     held(case)
+
+
+def test_the_lowest_plan_is_known_however_far_copies_lower_it() -> None:
+    """Of plans with equal peaks the fastest was taken, and the lowest was none of them."""
+    case = Case(
+        (Layer(variant=10, norm="unit", residual="parallel", act="sigmoid"),),
+        final_norm="layer",
+        logit_ops=("alternate_softmax", "temperature"),
+        shift="views",
+        loss="contrastive",
+        frozen="head",
+        checkpoint="all",
+        batch=7,
+        length=64,
+        features=12,
+        vocabulary=50,
+        autocast=True,
+        memory_budget=0.0,
+        chunk_tokens=4,
+        chunk="blocks",
+        variants=("chunks of 5, least memory",),
+    )
+    held(case)
