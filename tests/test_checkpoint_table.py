@@ -47,7 +47,7 @@ def chains(draw: st.DrawFn) -> Costs:
         for m in range(a + 1, count):
             new[a, m] = sizes[m] + (shared if a == 0 else 0)
     forms = [form(False), *(form(draw(st.booleans())) for _ in range(draw(st.integers(0, 2))))]
-    return Costs(forms, numbers(_TIMES), new, new)
+    return Costs(forms, numbers(_TIMES), numbers(_BYTES, count + 1), new, new)
 
 
 def _forward(costs: Costs, a: int, b: int, forward_bytes: np.ndarray) -> float:
@@ -71,7 +71,7 @@ def _fastest(costs: Costs, room: float, levels: int | None) -> float:
     def nested(a: int, b: int, room: float, depth: float) -> float:
         ways = list(unit(a, b, room))
         for m in range(a + 1, b) if depth else ():
-            if forward(a, m, costs.forward_bytes) <= room:
+            if forward(a, m, costs.forward_bytes) + costs.between_bytes[b] <= room:
                 behind = nested(m, b, room - costs.new_bytes[a, m], depth)
                 before = nested(a, m, room, depth - 1)
                 ways.append(costs.forward_us[a:m].sum() + behind + before)

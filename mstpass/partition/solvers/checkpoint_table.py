@@ -81,12 +81,15 @@ class Costs:
     Attributes:
         forms: the forms in which a unit may run.
         forward_us: the time to compute a segment once more.
+        between_bytes: what the backward holds before it begins with the segments that end at a
+            stop, besides what is alive at stops; by stop.
         new_bytes: what is alive at stop m and not at stop a, for each ``[a, m]``.
         pinned_bytes: what the same takes on the host.
     """
 
     forms: Sequence[Form]
     forward_us: Array
+    between_bytes: Array
     new_bytes: Array
     pinned_bytes: Array
 
@@ -276,9 +279,10 @@ class CheckpointTable:
                 ways.us[a, b], ways.choice[a, b] = units.us[a, b], units.choice[a, b]
                 if not len(ms):
                     continue
+                pass_bytes = self._pass_bytes[a][: len(ms)] + self.costs.between_bytes[b]
                 us = left.us[a, ms] + self._behind(ways.us[ms, b], self.costs.new_bytes[a, ms])
                 us += (forward_us[ms] - forward_us[a])[:, None]
-                us[self.rooms < self._pass_bytes[a][: len(ms), None]] = math.inf
+                us[self.rooms < pass_bytes[:, None]] = math.inf
                 _take(ways, (a, b), us, ms)
         return ways
 

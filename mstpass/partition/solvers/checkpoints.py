@@ -27,6 +27,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
 from mstpass.partition.solvers.min_cut import complete
@@ -67,6 +69,7 @@ class Chain:
         self.costs = Costs(
             [form for one in read for form in one.forms],
             read[0].forward_us,
+            np.max([one.between_bytes for one in read], axis=0),
             read[0].new_bytes,
             read[0].pinned_bytes,
         )

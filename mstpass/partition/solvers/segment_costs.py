@@ -41,6 +41,7 @@ class SegmentCosts:
     forms: Sequence[Form]
     saved: Sequence[Sequence[frozenset[str]]]
     forward_us: Array
+    between_bytes: Array
     new_bytes: Array
     pinned_bytes: Array
 
@@ -63,6 +64,7 @@ def segment_costs(
         forms,
         saved,
         reader.us(value for value in problem.values if value.forward),
+        reader.between_bytes(),
         reader.new_bytes(sum),
         reader.new_bytes(pinned_bytes),
     )
@@ -193,6 +195,19 @@ class _Reader:
         """The highest bytes of each segment in the forward, besides what is stored."""
         segments = {op.name: self.segment[op.name] for op in step.program.forward}
         return self.highest(step.forward, segments, stored)
+
+    def between_bytes(self) -> Array:
+        """What is in memory behind the last moment of each segment of the backward."""
+        timeline, found = self.apart.backward, np.zeros(self.count)
+        last = [-1] * self.count
+        for i, moment in enumerate(timeline.moments):
+            last[self.in_backward[moment.node]] = i
+        for buffer in timeline.buffers():
+            if buffer.node not in self.stored:
+                for segment, at in enumerate(itertools.accumulate(reversed(last), max)):
+                    if buffer.start <= at < buffer.end - 1:
+                        found[self.count - 1 - segment] += buffer.bytes
+        return found
 
     def _kept_bytes(self) -> Array:
         """What is kept of the segments from a on while segment s has its peak, for ``[a, s]``."""
