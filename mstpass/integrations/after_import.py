@@ -40,8 +40,8 @@ def _call(function: Function, module: ModuleType) -> None:
     try:
         function(module)
     except Exception as error:  # somebody else's import is under way
-        told = f"{type(error).__name__}: {error}"
-        log.warning("mstpass leaves %s as it is: %s", module.__name__, told)
+        told = "mstpass leaves %s as it is: %s. If 'mst' is unknown, use mstpass.compile(model)"
+        log.warning(told, module.__name__, f"{type(error).__name__}: {error}")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

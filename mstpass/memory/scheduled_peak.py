@@ -34,7 +34,7 @@ class ReadSchedule(SchedulerPass):
 
     Attributes:
         failed: an error left a graph unread: nothing is known.
-        checked: how many graphs were found to run their loops in order.
+        checked: of how many graphs the order of the loops was looked at.
         schedules: those that it has read, with the bodies of their loops.
     """
 
@@ -54,9 +54,9 @@ class ReadSchedule(SchedulerPass):
 
     def _read(self, reader: Any, kernels: Sequence[Any], write: Callable[[], None]) -> None:
         """Check the order of a graph's kernels, and read their code."""
+        self.checked += 1
         with self._told():
             reader.check_loops(kernels, CONDITION)
-            self.checked += 1
         write()
         allocated = allocated_bytes if reader.is_for_cpu() else bytes_on_gpu
         with self._told():
